@@ -1,0 +1,123 @@
+"""What the worker needs from an engine, and nothing more.
+
+A `Runtime` is one loaded model. A `Lane` is one engine context of it (plus its MTP context, when the model has an
+MTP head) holding at most one live sequence. Everything runs on the worker's one engine thread. State is read from
+and written to memoryviews over shared memory, in one engine call per page: no `bytes` object ever holds state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from zerocopy.handoff.components import Component, Identity, StateSchema
+
+Logits = NDArray[np.float32]
+
+
+class EngineError(Exception):
+    """The engine refused, or a state it was given is not what it claims. `reason` is a stable slug."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class EngineFacts(msgspec.Struct, frozen=True):
+    """What a host must know of its engine; crosses the worker socket once, at start."""
+
+    identity: Identity
+    schema: StateSchema
+    model_name: str
+    n_ctx: int  # tokens one sequence may hold
+    n_vocab: int
+    chunk_tokens: int  # prompt tokens per engine call; equal on both hosts for bit-equality
+    page_tokens: int  # tokens per exported page; divides chunk_tokens
+    export_before_next_chunk: bool  # sliding-window models overwrite old cells: export may not lag behind
+    chat_template: str | None
+    bos_token: str
+    eos_token: str
+    mtp: str  # "off", or "tracked" when the MTP context follows the target
+
+
+class EngineCounters(msgspec.Struct):
+    """From the engine's own performance counters since `reset_counters`."""
+
+    prompt_tokens: int  # tokens evaluated in batches of more than one
+    single_tokens: int  # tokens evaluated one at a time
+
+
+class Positions(msgspec.Struct):
+    """Last filled position per context (-1 when empty or, for hybrids, before the snapshot has landed)."""
+
+    target: int
+    mtp: int | None
+
+
+class Lane(Protocol):
+    """One engine context, one live sequence. Call `clear` before a new sequence: it wipes all cells."""
+
+    def prefill(self, tokens: Sequence[int], start: int) -> None:
+        """Evaluate one chunk of at most `chunk_tokens` tokens at positions start, start+1, ... ; MTP follows."""
+
+    def evaluate(self, token: int, position: int) -> Logits:
+        """Evaluate one token; returns F32[n_vocab], valid until the next call on this lane."""
+
+    def mtp_logits(self) -> Logits | None:
+        """MTP head's logits of the last `evaluate` or `probe`; None without MTP."""
+
+    def probe(self, token: int, position: int) -> Logits:
+        """`evaluate` on a copy of the sequence: live state stays byte for byte what it was."""
+
+    def export_page(self, component: Component, tokens: tuple[int, int], into: memoryview) -> None:
+        """Write one page of ATTENTION_KV or MTP_KV, all layers; `into` has exactly the schema's size."""
+
+    def export_snapshot(self, into: memoryview) -> None:
+        """Write the recurrent snapshot (prefix, convolution rows, recurrent rows) of the live sequence."""
+
+    def export_hidden(self, into: memoryview) -> None:
+        """Write the pending MTP hidden row, F32[n_embd]."""
+
+    def import_page(self, component: Component, tokens: tuple[int, int], payload: memoryview) -> None:
+        """Validate every engine header in `payload`, then import. Pages of a component come in token order."""
+
+    def import_snapshot(self, blob: memoryview, n_tokens: int) -> None:
+        """Write the prefix for `n_tokens` tokens into `blob`, validate the rest, import. After all pages."""
+
+    def import_hidden(self, row: memoryview) -> None:
+        """Take over the pending MTP hidden row."""
+
+    def positions(self) -> Positions: ...
+
+    def state_digests(self, key: bytes) -> dict[str, str]:
+        """Keyed BLAKE2b of the re-exported state per component label: equal iff the bytes are. For proofs on
+        request only; `key` is fresh per request, so digests never link two requests (X4)."""
+
+    def reset_counters(self) -> None: ...
+
+    def counters(self) -> EngineCounters: ...
+
+    def clear(self) -> None:
+        """Drop every sequence and overwrite the cells with zeros."""
+
+    def close(self) -> None: ...
+
+
+class Runtime(Protocol):
+    facts: EngineFacts
+
+    def open_lane(self) -> Lane: ...
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
+
+    def piece(self, token: int) -> bytes:
+        """The token's bytes as text output; may be part of a UTF-8 sequence, empty for control tokens."""
+
+    def is_end(self, token: int) -> bool:
+        """End of generation."""
+
+    def close(self) -> None: ...
