@@ -1,0 +1,1 @@
+"""The uvloop process on every host: peers, handoffs, admission, HTTP API, metrics."""

@@ -1,0 +1,95 @@
+"""What the HTTP front door asks of the daemon, and what it gets back. No HTTP here and no engine.
+
+`GenerationService` is implemented by the daemon core; the front door only ever talks to it. Errors are
+`RequestError`: a stable `reason`, the HTTP status that fits, and a sentence for the client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Literal, Protocol
+
+import msgspec
+
+from zerocopy.worker.sampling import Sampling
+
+PlacementMode = Literal["local", "disaggregated"]
+
+
+class RequestError(Exception):
+    """A request that got no (full) answer, and why."""
+
+    def __init__(self, reason: str, message: str, status: int = 503, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+class GenerationRequest(msgspec.Struct, frozen=True):
+    """One prompt, already rendered. `prompt` is text, or token ids when the client sent ids."""
+
+    prompt: str | list[int]
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = ()
+    parse_special: bool = False  # chat templates write control tokens as text; user text may not
+    placement: PlacementMode | None = None  # None: the daemon's default
+    allow_fallback: bool | None = None  # None: the daemon's default
+    proof_key: str | None = None  # hex, 16 to 32 bytes; only where the daemon was started with --allow-proofs
+    deadline_s: float | None = None
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """First event: the first token exists. `placement` is where it really ran."""
+
+    placement: PlacementMode
+    prefiller: str | None
+    fallback_reason: str | None
+    prompt_tokens: int
+
+
+class Delta(msgspec.Struct, frozen=True, tag="delta"):
+    """Text to append (complete UTF-8, stop strings already held back) after `tokens` more tokens."""
+
+    text: str
+    tokens: int
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """Last event. `timings` is JSON-ready: engine counters, phases of the handoff, rates; `proof` on request."""
+
+    reason: Literal["stop", "length"]
+    prompt_tokens: int
+    completion_tokens: int
+    timings: dict[str, object]
+    proof: dict[str, object] | None = None
+
+
+Event = Started | Delta | Finished
+
+
+class ServiceStatus(msgspec.Struct, frozen=True):
+    """For /health and /v1/status: `reason` says why not when `serving` is False."""
+
+    serving: bool
+    reason: str | None
+    detail: dict[str, object]
+
+
+class GenerationService(Protocol):
+    """Implemented by `zerocopy.daemon.core`."""
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        """Started, Delta..., Finished. Raises RequestError, also after Started. Closing the iterator cancels."""
+
+    def status(self) -> ServiceStatus: ...
+
+    def model_name(self) -> str | None:
+        """None until the engine is up."""
+
+    def chat_template(self) -> tuple[str, str, str] | None:
+        """Template source, bos token text, eos token text; None when the model has none or is not up."""
+
+    def metrics_text(self) -> bytes:
+        """Prometheus exposition."""
