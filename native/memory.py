@@ -1,0 +1,104 @@
+"""Shared memory and doorbells as file descriptors, and one mapping of such memory into this process.
+
+Memory has no name that outlives its creation: memfd on Linux, POSIX shared memory unlinked at once elsewhere. It is
+pre-faulted in every process that maps it, kept out of core dumps where the kernel can, and never remapped. Size and
+number are the caller's to bound (`native.pool`). Owns no layout: `native.ring` and `native.slab` do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import mmap
+import os
+import secrets
+import stat
+import sys
+import tempfile
+from typing import Final
+
+PAGE: Final = mmap.PAGESIZE
+_POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, Linux 5.14; the mmap module does not name it yet
+
+
+class NativeError(Exception):
+    """A ring or slab was used in a way it does not allow. `reason` is a stable slug."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def create_memory(label: str, nbytes: int) -> int:
+    """A descriptor of `nbytes` zero bytes of shared memory, close-on-exec; `label` is for people reading /proc."""
+    if sys.platform == "linux":
+        fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, nbytes)
+        # A peer that shrinks the file would make the other side die of SIGBUS.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return fd
+    return create_posix_memory(nbytes)
+
+
+def create_posix_memory(nbytes: int) -> int:
+    """The same from POSIX shared memory, for systems without memfd."""
+    shm = importlib.import_module("_posixshmem")  # what multiprocessing.shared_memory uses; absent on Windows only
+    name = f"/zc-{secrets.token_hex(8)}"  # macOS allows 31 characters
+    fd = int(shm.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600))
+    shm.shm_unlink(name)
+    os.ftruncate(fd, nbytes)
+    return fd
+
+
+def create_bell() -> int:
+    """A descriptor that both sides can ring and wait on: an eventfd, or a FIFO where there is none."""
+    if sys.platform == "linux":
+        return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    return create_fifo_bell()
+
+
+def create_fifo_bell() -> int:
+    """A nameless FIFO, open for reading and writing: one descriptor like an eventfd, which a pipe is not."""
+    with tempfile.TemporaryDirectory(prefix="zc-bell-") as folder:
+        path = os.path.join(folder, "bell")
+        os.mkfifo(path, 0o600)
+        return os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+class Mapping:
+    """`nbytes` of shared memory at `fd`, mapped once. Takes over `fd`. A view may outlive `close`: the memory stays
+    mapped until the last view is gone, so a stale view reads old bytes and never faults."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        status = os.fstat(fd)
+        if status.st_size < nbytes or stat.S_ISSOCK(status.st_mode):
+            raise NativeError("memory-size", f"shared memory has {status.st_size} bytes, {nbytes} were announced")
+        self.fd = fd
+        self.memory = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.writable = memoryview(self.memory)
+        self.readonly = self.writable.toreadonly()
+        if sys.platform == "linux":
+            self.memory.madvise(mmap.MADV_DONTDUMP)
+        self._prefault()
+
+    def _prefault(self) -> None:
+        try:
+            self.memory.madvise(_POPULATE_WRITE)
+        except (OSError, ValueError):
+            sum(self.readonly[::PAGE])  # older kernels and macOS: a read of each page maps it, content untouched
+
+    def close(self) -> None:
+        """Drop this mapping and its descriptor; idempotent."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self.readonly.release()
+        self.writable.release()
+        with contextlib.suppress(BufferError):  # a caller still has a view: it unmaps when that goes
+            self.memory.close()
