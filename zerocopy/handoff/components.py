@@ -13,10 +13,11 @@ from __future__ import annotations
 import enum
 import hashlib
 import struct
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 import xxhash
+from msgspec import Meta
 
 from zerocopy.handoff.errors import RemoteProtocolError
 
@@ -25,6 +26,14 @@ HEADER_BYTES: Final = 128
 MAX_TOKENS: Final = 1 << 24  # far above any context; keeps every product of wire integers below 2**63
 MAX_LAYERS: Final = 4096
 MAX_PAGE_BYTES: Final = 1 << 32
+
+# What a page costs of a landing ring beside its payload: its header, the ring's own record header, alignment. Both
+# hosts count credit by this rule and never by their ring's layout, which may differ between builds.
+RECORD_OVERHEAD: Final = 64
+RECORD_ALIGNMENT: Final = 64
+
+ByteCount = Annotated[int, Meta(ge=0, le=MAX_PAGE_BYTES)]
+Name = Annotated[str, Meta(max_length=256)]
 
 
 class Component(enum.IntEnum):
@@ -53,6 +62,8 @@ _LABELS: Final = {
     Component.PROBE: "continuation probe",
 }
 
+SNAPSHOT: Final = (Component.CONVOLUTION, Component.RECURRENT)  # in slab order; they land in a slab, not a ring
+
 
 class ComponentSpec(msgspec.Struct, frozen=True):
     """Exact byte geometry of one component. A page of n tokens over layers [a, b) holds
@@ -64,11 +75,11 @@ class ComponentSpec(msgspec.Struct, frozen=True):
 
     component: Component
     per_token: bool
-    layer_bytes: tuple[int, ...]
-    layer_overhead: int = 0
-    token_overhead: int = 0
-    page_overhead: int = 0
-    max_page_tokens: int = MAX_TOKENS
+    layer_bytes: Annotated[tuple[ByteCount, ...], Meta(max_length=MAX_LAYERS)]
+    layer_overhead: ByteCount = 0
+    token_overhead: ByteCount = 0
+    page_overhead: ByteCount = 0
+    max_page_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = MAX_TOKENS
 
     @property
     def layers(self) -> int:
@@ -83,10 +94,11 @@ class ComponentSpec(msgspec.Struct, frozen=True):
 class StateSchema(msgspec.Struct, frozen=True):
     """Everything that must travel for one model, derived by each host from its own engine."""
 
-    family: str
-    components: tuple[ComponentSpec, ...]
-    snapshot_prefix: int = 0  # engine header bytes in front of the slab's first row; never on the wire
-    version: int = SCHEMA_VERSION
+    family: Name
+    components: Annotated[tuple[ComponentSpec, ...], Meta(max_length=16)]
+    snapshot_prefix: ByteCount = 0  # engine header bytes in front of the slab's first row; never on the wire
+    version: Annotated[int, Meta(ge=0, le=0xFFFF)] = SCHEMA_VERSION
+    position_planes: Annotated[int, Meta(ge=1, le=4)] = 1  # 4 where positions are M-RoPE's (qwen35)
 
     def spec(self, component: Component) -> ComponentSpec | None:
         return next((s for s in self.components if s.component == component), None)
@@ -98,7 +110,7 @@ class StateSchema(msgspec.Struct, frozen=True):
     def slab_offset(self, component: Component, layer: int) -> int:
         """Where a snapshot part starts in the slab: prefix, all convolution rows, then all recurrent rows."""
         offset = self.snapshot_prefix
-        for kind in (Component.CONVOLUTION, Component.RECURRENT):
+        for kind in SNAPSHOT:
             spec = self.spec(kind)
             if spec is None:
                 continue
@@ -109,7 +121,7 @@ class StateSchema(msgspec.Struct, frozen=True):
 
     def snapshot_bytes(self) -> int:
         """Bytes of slab one snapshot needs, prefix included; 0 for a model without recurrent state."""
-        specs = [self.spec(c) for c in (Component.CONVOLUTION, Component.RECURRENT)]
+        specs = [self.spec(c) for c in SNAPSHOT]
         rows = sum(s.page_bytes((0, s.layers), (0, 1)) for s in specs if s is not None)
         return self.snapshot_prefix + rows if rows else 0
 
@@ -117,14 +129,14 @@ class StateSchema(msgspec.Struct, frozen=True):
 class Identity(msgspec.Struct, frozen=True):
     """What ties a state to one model and one way of running it (S8). All fields but `exactness` must match."""
 
-    model: str  # sha256 of the weights file
-    tokenizer: str  # sha256 of the tokenizer's metadata
-    architecture: str
-    kv_type: str  # "f16/f16": K and V
-    flash_attention: str  # "on" or "off"
-    engine: str  # package version and blob format, not the file: hosts of different kinds may pair
-    schema: str  # family/version/digest
-    exactness: str  # hosts with equal strings must agree bit for bit; others within the probe's tolerance
+    model: Name  # sha256 of the weights file
+    tokenizer: Name  # sha256 of the tokenizer's metadata
+    architecture: Name
+    kv_type: Name  # "f16/f16": K and V
+    flash_attention: Name  # "on" or "off"
+    engine: Name  # package version and blob format, not the file: hosts of different kinds may pair
+    schema: Name  # family/version/digest
+    exactness: Name  # hosts with equal strings must agree bit for bit; others within the probe's tolerance
 
     def differences(self, other: Identity) -> list[tuple[str, str, str]]:
         """(field, mine, theirs) of everything that forbids a handoff."""
@@ -202,10 +214,14 @@ class PageHeader(msgspec.Struct, frozen=True):
             position_planes=planes, codec=Codec(codec), final=bool(flags & _FINAL), schema_version=schema,
         )  # fmt: skip
 
+    def __repr__(self) -> str:  # the checksum stays out of logs (X4)
+        return f"<page {self.sequence} {self.address} of {self.handoff_id.hex()}>"
+
     @property
     def address(self) -> str:
         """For people: component, layers and tokens."""
-        return f"{self.component.label} layers [{self.layers[0]},{self.layers[1]}) tokens [{self.tokens[0]},{self.tokens[1]})"
+        (l0, l1), (t0, t1) = self.layers, self.tokens
+        return f"{self.component.label} layers [{l0},{l1}) tokens [{t0},{t1})"
 
 
 _ADDRESS: Final = struct.Struct("<QBHHII")
@@ -218,3 +234,11 @@ def page_checksum(
     from another handoff, fails its checksum. `seed` is the secret 64-bit value of GRANT."""
     address_seed = xxhash.xxh3_64_intdigest(_ADDRESS.pack(seed, component, *layers, *tokens))
     return xxhash.xxh3_64_intdigest(payload, seed=address_seed)
+
+
+def record_bytes(component: Component, payload_bytes: int) -> int:
+    """What one page is charged against credit; nothing for parts of the snapshot, whose slab is reserved whole."""
+    if component in SNAPSHOT:
+        return 0
+    used = RECORD_OVERHEAD + HEADER_BYTES + payload_bytes
+    return -(-used // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
