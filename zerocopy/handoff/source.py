@@ -68,8 +68,15 @@ class SourceHandoff(Machine):
         return [Send(reserve)]
 
     def may_send(self, header: PageHeader) -> bool:
-        """There is credit for this page now. Costs nothing to ask."""
-        return self._spent + record_bytes(header.component, header.payload_bytes) <= self._limit
+        """There is credit for this page now. Raises LocalProtocolError for one that no amount of credit lets out."""
+        cost = record_bytes(header.component, header.payload_bytes)
+        if self.grant is not None and cost > self.grant.credit:
+            raise LocalProtocolError(
+                "page-too-large",
+                f"{header.address}: needs {cost} bytes of landing ring, the decoder's window is {self.grant.credit}: "
+                "raise its ring size or lower the page size here",
+            )
+        return self._spent + cost <= self._limit
 
     @property
     def next_sequence(self) -> int:

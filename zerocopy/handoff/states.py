@@ -121,7 +121,7 @@ _SINK: Final = {
         Event.FAIL: State.ABORTED,
         Event.ABORT: State.ABORTED,
     },
-    State.SEALED: {  # bulk pages may still be on their way: the manifest travels on another stream
+    State.SEALED: {  # pages may still be on their way: the manifest travels on another stream
         Event.PAGE: State.SEALED,
         Event.CREDIT: State.SEALED,
         Event.IMPORTED: State.SEALED,
