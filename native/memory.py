@@ -13,7 +13,6 @@ import importlib
 import mmap
 import os
 import secrets
-import stat
 import sys
 import tempfile
 from typing import Final
@@ -71,15 +70,19 @@ def whole_pages(nbytes: int) -> int:
 
 
 class Mapping:
-    """`nbytes` of shared memory at `fd`, mapped once. Takes over `fd`. A view may outlive `close`: the memory stays
-    mapped until the last view is gone, so a stale view reads old bytes and never faults."""
+    """`nbytes` of shared memory at `fd`, mapped once. Takes over `fd`, also when it raises. A view may outlive
+    `close`: the memory stays mapped until the last view is gone, so a stale view reads old bytes and never faults."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        status = os.fstat(fd)
-        if status.st_size < nbytes or stat.S_ISSOCK(status.st_mode):
-            raise NativeError("memory-size", f"shared memory has {status.st_size} bytes, {nbytes} were announced")
+        try:
+            available = os.fstat(fd).st_size
+            if available < nbytes:
+                raise NativeError("memory-size", f"shared memory has {available} bytes, {nbytes} were announced")
+            self.memory = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        except BaseException:
+            os.close(fd)
+            raise
         self.fd = fd
-        self.memory = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self.writable = memoryview(self.memory)
         self.readonly = self.writable.toreadonly()
         if sys.platform == "linux":

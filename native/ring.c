@@ -74,10 +74,16 @@ uint64_t ring_max_record(const struct ring *ring)
 }
 
 /* Could a correct producer have written a record of this length there? */
-static int plausible(const struct ring *ring, uint64_t position, int64_t length, uint64_t end)
+static int plausible(const struct ring *ring, uint64_t position, uint64_t size, uint64_t end)
 {
-    return length >= RING_ALIGN && length % RING_ALIGN == 0 && (uint64_t)length <= end - position &&
-           (uint64_t)length <= ring->capacity - position % ring->capacity;
+    return size >= RING_ALIGN && size % RING_ALIGN == 0 && size <= end - position &&
+           size <= ring->capacity - position % ring->capacity;
+}
+
+/* Bytes of a record, committed or not. Unsigned, because a peer may have written INT64_MIN. */
+static uint64_t size_of(int64_t length)
+{
+    return length < 0 ? 0 - (uint64_t)length : (uint64_t)length;
 }
 
 void ring_format(void *memory, uint64_t capacity)
@@ -190,7 +196,7 @@ static struct header *claimed(struct ring *ring, uint64_t position, uint32_t epo
 
 static void publish(struct ring *ring, struct header *record)
 {
-    STORE_RELEASE(record->length, -LOAD(record->length));
+    STORE_RELEASE(record->length, (int64_t)size_of(LOAD(record->length)));
     STEP("commit-published");
     ring_bell(&ring->shared->data_armed, ring->data_fd);
 }
@@ -224,12 +230,14 @@ static int advance_head(struct ring *ring)
     struct ring_descriptor *shared = ring->shared;
     const uint64_t first = LOAD(shared->head), read = LOAD(shared->read);
     uint64_t head = first, freed = LOAD(shared->freed);
+    if (read - head > ring->capacity || head % RING_ALIGN != 0)
+        return RING_CORRUPT;
     while (head != read && header_at(ring, head)->released) {
-        const int64_t length = LOAD(header_at(ring, head)->length);
-        if (!plausible(ring, head, length, read))
+        const uint64_t size = size_of(LOAD(header_at(ring, head)->length));
+        if (!plausible(ring, head, size, read))
             return RING_CORRUPT;
-        freed += header_at(ring, head)->kind == KIND_PADDING ? 0 : (uint64_t)length;
-        head += (uint64_t)length;
+        freed += header_at(ring, head)->kind == KIND_PADDING ? 0 : size;
+        head += size;
     }
     if (head == first)
         return RING_OK;
@@ -255,9 +263,9 @@ int ring_read(struct ring *ring, struct ring_span *span)
         if (length < 0)
             return RING_EMPTY;
         const uint64_t nbytes = record->nbytes;
-        if (!plausible(ring, position, length, tail) || nbytes > (uint64_t)length - sizeof *record)
+        if (!plausible(ring, position, size_of(length), tail) || nbytes > size_of(length) - sizeof *record)
             return RING_CORRUPT;
-        STORE_RELEASE(shared->read, position + (uint64_t)length);
+        STORE_RELEASE(shared->read, position + size_of(length));
         STEP("read-moved");
         const uint32_t epoch = record->epoch, current = LOAD(shared->epoch);
         if (record->kind == KIND_DATA && epoch == current) {
@@ -334,42 +342,39 @@ uint64_t ring_stale(const struct ring *ring)
 
 /* ---- recovery ---- */
 
-/* Position of the next record, or of `end` when the one at `position` makes no sense. */
-static uint64_t next_record(const struct ring *ring, uint64_t position, uint64_t end)
-{
-    const int64_t length = LOAD_ACQUIRE(header_at(ring, position)->length);
-    const int64_t size = length < 0 && length != INT64_MIN ? -length : length;
-    return plausible(ring, position, size, end) ? position + (uint64_t)size : end;
-}
-
-/* End of the records, as far as the cursors make sense. */
+/* End of the records after `from`, as far as the cursors make sense. */
 static uint64_t end_of_records(const struct ring *ring, uint64_t from)
 {
     const uint64_t tail = LOAD_ACQUIRE(ring->shared->tail);
     return from % RING_ALIGN == 0 && tail % RING_ALIGN == 0 && tail - from <= ring->capacity ? tail : from;
 }
 
+/* Bytes of the record at `position`, or 0 when it makes no sense. */
+static uint64_t sensible_size(const struct ring *ring, uint64_t position, uint64_t end)
+{
+    const uint64_t size = size_of(LOAD_ACQUIRE(header_at(ring, position)->length));
+    return plausible(ring, position, size, end) ? size : 0;
+}
+
 static int64_t recover_producer(struct ring *ring)
 {
+    struct ring_descriptor *shared = ring->shared;
     int64_t ended = 0;
-    uint64_t position = LOAD(ring->shared->read);
+    uint64_t position = LOAD(shared->read);
     const uint64_t end = end_of_records(ring, position);
-    uint64_t next;
-    for (; position != end; position = next) {
+    uint64_t size;
+    while (position != end && (size = sensible_size(ring, position, end)) != 0) {
         struct header *record = header_at(ring, position);
-        const int64_t length = LOAD(record->length);
-        next = next_record(ring, position, end);
-        if (next - position != (uint64_t)(length < 0 ? -length : length))
-            break; /* nonsense: whatever follows it is lost with its writer */
-        if (length > 0)
-            continue;
-        record->kind = KIND_ABORTED;
-        STORE_RELEASE(record->length, -length);
-        ended++;
+        if (LOAD(record->length) < 0) {
+            record->kind = KIND_ABORTED;
+            STORE_RELEASE(record->length, (int64_t)size);
+            ended++;
+        }
+        position += size;
     }
-    STORE_RELEASE(ring->shared->tail, position);
-    STORE(ring->shared->data_armed, 1);
-    ring_bell(&ring->shared->data_armed, ring->data_fd);
+    STORE_RELEASE(shared->tail, position); /* what follows nonsense is lost with its writer */
+    STORE(shared->data_armed, 1);
+    ring_bell(&shared->data_armed, ring->data_fd);
     return ended;
 }
 
@@ -379,13 +384,15 @@ static int64_t recover_consumer(struct ring *ring)
     int64_t dropped = 0;
     uint64_t position = LOAD(shared->head), freed = LOAD(shared->freed);
     const uint64_t end = end_of_records(ring, position);
-    while (position != end && LOAD(header_at(ring, position)->length) >= 0) {
-        const uint64_t next = next_record(ring, position, end);
+    uint64_t size;
+    /* Stops at a claim of the living producer, which is still writing there. */
+    while (position != end && LOAD(header_at(ring, position)->length) >= 0 &&
+           (size = sensible_size(ring, position, end)) != 0) {
         if (header_at(ring, position)->kind != KIND_PADDING) {
-            freed += next - position;
+            freed += size;
             dropped++;
         }
-        position = next;
+        position += size;
     }
     STORE_RELEASE(shared->read, position);
     STORE_RELEASE(shared->head, position);
@@ -402,12 +409,12 @@ int64_t ring_recover(struct ring *ring, int dead)
 
 static int in_use(const struct ring *ring)
 {
-    uint64_t position = LOAD_ACQUIRE(ring->shared->read);
+    uint64_t position = LOAD_ACQUIRE(ring->shared->read), size;
     const uint64_t end = end_of_records(ring, position);
     if (position != LOAD_ACQUIRE(ring->shared->head))
         return 1;
-    for (; position != end; position = next_record(ring, position, end))
-        if (LOAD_ACQUIRE(header_at(ring, position)->length) < 0)
+    for (; position != end && (size = sensible_size(ring, position, end)) != 0; position += size)
+        if (LOAD(header_at(ring, position)->length) < 0)
             return 1;
     return 0;
 }
@@ -425,10 +432,14 @@ int64_t ring_recycle(struct ring *ring)
     memset(ring->data, 0, wiped);
     STEP("recycle-wiped");
     STORE(shared->touched, 0);
+    STEP("recycle-untouched");
     STORE(shared->freed, 0);
     STORE(shared->head, 0);
+    STEP("recycle-head");
     STORE(shared->read, 0);
+    STEP("recycle-read");
     STORE_RELEASE(shared->tail, 0);
+    STEP("recycle-tail");
     rearm(&shared->data_armed, ring->data_fd);
     rearm(&shared->space_armed, ring->space_fd);
     return (int64_t)wiped;

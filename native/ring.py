@@ -100,7 +100,11 @@ class Ring:
         self.data_fd: Final = handle.data_fd
         self.space_fd: Final = handle.space_fd
         self._lock: Final = threading.Lock()
-        self._mapping: Final = Mapping(handle.memory_fd, lib.RING_DATA + handle.capacity)
+        try:
+            self._mapping: Final = Mapping(handle.memory_fd, lib.RING_DATA + handle.capacity)
+        except BaseException:
+            self._close_bells()
+            raise
         self._ring: Any = ffi.new("struct ring *")
         self._span: Final = ffi.new("struct ring_span *")
         self._slots = 0
@@ -111,7 +115,7 @@ class Ring:
                 lib.ring_format(address, self.capacity)
             code = lib.ring_open(self._ring, address, len(address), self.capacity, self.data_fd, self.space_fd)
         if code != lib.RING_OK:
-            self._close_descriptors()
+            self.close()
             raise NativeError(
                 "ring-corrupt", f"the memory is not a ring of {self.capacity} bytes; send the whole handle"
             )
@@ -141,22 +145,26 @@ class Ring:
 
     @property
     def epoch(self) -> int:
-        return int(lib.ring_epoch(self._open()))
+        with self._lock:
+            return int(lib.ring_epoch(self._open()))
 
     @property
     def used_bytes(self) -> int:
         """Claimed and not yet freed, padding included."""
-        return int(lib.ring_used(self._open()))
+        with self._lock:
+            return int(lib.ring_used(self._open()))
 
     @property
     def freed_bytes(self) -> int:
         """`record_bytes` of all records freed since the last recycle, a wrap's padding not counted: for credit."""
-        return int(lib.ring_freed(self._open()))
+        with self._lock:
+            return int(lib.ring_freed(self._open()))
 
     @property
     def stale_records(self) -> int:
         """Records skipped because they came from another epoch, over the ring's life."""
-        return int(lib.ring_stale(self._open()))
+        with self._lock:
+            return int(lib.ring_stale(self._open()))
 
     # -- producer
 
@@ -211,18 +219,22 @@ class Ring:
     # -- liveness and recovery
 
     def beat_producer(self) -> None:
-        lib.ring_beat(self._open(), lib.RING_PRODUCER)
+        with self._lock:
+            lib.ring_beat(self._open(), lib.RING_PRODUCER)
 
     def beat_consumer(self) -> None:
-        lib.ring_beat(self._open(), lib.RING_CONSUMER)
+        with self._lock:
+            lib.ring_beat(self._open(), lib.RING_CONSUMER)
 
     def producer_age_s(self) -> float:
         """Seconds since the producer's last beat; infinite before its first."""
-        return _seconds(lib.ring_age_ns(self._open(), lib.RING_PRODUCER))
+        with self._lock:
+            return _seconds(lib.ring_age_ns(self._open(), lib.RING_PRODUCER))
 
     def consumer_age_s(self) -> float:
         """Seconds since the consumer's last beat; infinite before its first."""
-        return _seconds(lib.ring_age_ns(self._open(), lib.RING_CONSUMER))
+        with self._lock:
+            return _seconds(lib.ring_age_ns(self._open(), lib.RING_CONSUMER))
 
     def recover(self, dead: Side) -> int:
         """End what a dead side left: its claims (returns how many), or all records it held or had yet to read.
@@ -251,10 +263,10 @@ class Ring:
         with self._lock:
             if self._ring is not None:
                 self._ring = None
-                self._close_descriptors()
+                self._mapping.close()
+                self._close_bells()
 
-    def _close_descriptors(self) -> None:
-        self._mapping.close()
+    def _close_bells(self) -> None:
         os.close(self.data_fd)
         os.close(self.space_fd)
 
