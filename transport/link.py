@@ -5,8 +5,9 @@ header (at most `MAX_HEADER` bytes) and a payload of any size; it goes out of, a
 between pages is kept per link up to the moment they are claimed: `PageSink.claim` is called in sending order.
 
 Threads: everything on `Link` belongs to the event loop's thread; `PageSink.claim` and `Landing` methods are called
-from receiver threads. Bounds: one message, one header and the number of queued messages are limited here; payload
-memory belongs to the caller on both sides.
+from receiver threads (`discard` also from the loop, for a page that is cancelled or left when the link ends). Bounds:
+one message, one header and the number of queued messages are limited here; payload memory belongs to the caller on
+both sides.
 """
 
 from __future__ import annotations
@@ -52,13 +53,16 @@ class LinkOwner(Protocol):
 
     def link_message(self, link: Link, message: bytes) -> None: ...
 
-    def link_closed(self, link: Link, reason: str) -> None: ...
+    def link_closed(self, link: Link, reason: str) -> None:
+        """Last call for this link. No page memory of it, sent or landing, is touched from now on."""
 
 
 class LinkStats(Protocol):
-    """Counters since the link opened; `rtt_s` is the latest control round trip, None before the first."""
+    """Counters since the link opened. `rtt_s` is the latest control round trip, `bandwidth_bps` what recent pages
+    reached; None before the first."""
 
     rtt_s: float | None
+    bandwidth_bps: float | None
     page_bytes_sent: int
     page_bytes_received: int
     pages_dropped: int
@@ -67,7 +71,9 @@ class LinkStats(Protocol):
 class Link(Protocol):
     peer: str  # the name under which the peer's key is trusted
     transport: str  # "tcp" or "quic"
-    stats: LinkStats
+
+    @property
+    def stats(self) -> LinkStats: ...
 
     def send(self, message: bytes) -> None:
         """Queue one message. Raises LinkError when the link is closed or the queue is at its bound."""

@@ -1,0 +1,212 @@
+"""One bulk TCP connection of a link: a thread that seals and sends, a thread that receives and unseals.
+
+Two large calls a record on each side, both without the GIL: `encrypt_into` from the page into staging and `sendall`;
+`recv_into` to staging and `decrypt_into` to the landing. Staging holds ciphertext only. The socket is blocking;
+`stop` shuts it down, which ends both threads wherever they wait.
+
+Owns the socket, the two threads and their staging (about two records). Owns no page.
+"""
+
+from __future__ import annotations
+
+import mmap
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from transport.frames import (
+    MAX_ANNOUNCEMENT,
+    MAX_RECORD,
+    OPENING,
+    RECORD_HEADER,
+    TAG,
+    KeyChain,
+    Kind,
+    PageShape,
+    RecordHeader,
+    malformed,
+    seal,
+    unseal,
+)
+from transport.incoming import IncomingPages, wipe
+from transport.link import LinkError
+from transport.outgoing import OutgoingPage, OutgoingPages
+
+SOCKET_BUFFER: Final = 4 << 20
+STREAM_REASONS: Final = frozenset({"stream-lost", "stream-stalled"})  # end this stream, not the link
+
+
+def tune(sock: socket.socket, timeout_s: float) -> None:
+    """For an authenticated bulk connection: never for a stranger, whose bytes would fill these buffers."""
+    sock.setblocking(True)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option, sysctl in ((socket.SO_SNDBUF, "wmem_max"), (socket.SO_RCVBUF, "rmem_max")):
+        if _buffer_limit(sysctl) >= SOCKET_BUFFER:  # a clamped request would only turn the kernel's own tuning off
+            sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
+    limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    if sys.platform == "linux":
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
+
+
+def _buffer_limit(sysctl: str) -> int:
+    try:
+        return int(Path("/proc/sys/net/core", sysctl).read_text())
+    except OSError:
+        return SOCKET_BUFFER  # not Linux: the kernel takes what it can
+
+
+def _staging(size: int) -> memoryview:
+    """Pre-faulted, page-aligned memory outside Python's heap."""
+    view = memoryview(mmap.mmap(-1, size))
+    wipe(view)
+    return view
+
+
+class BulkStream:
+    def __init__(
+        self,
+        sock: socket.socket,
+        keys: tuple[KeyChain, KeyChain],
+        pages: tuple[OutgoingPages, IncomingPages],
+        ended: Callable[[BulkStream], None],
+        label: str,
+    ) -> None:
+        """`keys` are (to send, to receive), both past their OPEN record. `ended` is called by the last thread."""
+        self._sock = sock
+        self._send_keys, self._receive_keys = keys
+        self._outgoing, self._incoming = pages
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._running = 2
+        self.error: LinkError | None = None  # the first one, which explains the others
+        self._threads = [
+            threading.Thread(target=self._run, args=(work,), name=f"zc-{kind} {label}", daemon=True)
+            for kind, work in (("send", self._send), ("receive", self._receive))
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End both threads soon. Any thread, any number of times."""
+        self._outgoing.leave(self)
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # the peer was first
+
+    def release(self) -> None:
+        """After `ended`: the threads are as good as gone."""
+        for thread in self._threads:
+            thread.join()
+        self._sock.close()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+            error = None
+        except LinkError as failure:
+            error = LinkError(failure.reason, str(failure))  # without its traceback, whose frames hold landing views
+        except BlockingIOError:
+            error = LinkError("stream-stalled", "the peer took no data for the whole time limit: is it overloaded?")
+        except OSError as failure:
+            error = LinkError("stream-lost", f"a bulk connection was lost ({failure}): check the path")
+        except Exception as failure:  # the sink's own: its reason says what the peer did
+            error = LinkError(getattr(failure, "reason", "sink-failed"), str(failure) or repr(failure))
+        with self._lock:
+            self.error = self.error or error
+            self._running -= 1
+            last = self._running == 0
+        self.stop()
+        if last:
+            self._ended(self)
+
+    # -- sender thread
+
+    def _send(self) -> None:
+        staging = _staging(OPENING + RECORD_HEADER + MAX_ANNOUNCEMENT + TAG + RECORD_HEADER + MAX_RECORD + TAG)
+        current: OutgoingPage | None = None
+        while (work := self._outgoing.take(self)) is not None:
+            page, index = work
+            try:
+                size = self._seal_next(page, index, page is not current, staging)
+            finally:
+                self._outgoing.read(page, page.shape.record(page.number, index).length)
+            current = page
+            self._sock.sendall(staging[:size])
+
+    def _seal_next(self, page: OutgoingPage, index: int, announce: bool, staging: memoryview) -> int:
+        """Everything that must go out for one record of `page`, into staging; returns its size."""
+        size = 0
+        keys, announcement = self._send_keys, page.shape.pack()
+        if keys.worn:
+            size += seal(keys, RecordHeader(Kind.REKEY, False, 0, 0, 0), b"", b"", staging)
+            keys.advance()
+        if announce:
+            header = RecordHeader(Kind.PAGE, False, len(announcement), page.number, 0)
+            size += seal(keys, header, announcement, b"", staging[size:])
+        record = page.shape.record(page.number, index)
+        payload = page.payload[record.offset : record.offset + record.length]
+        return size + seal(keys, record, payload, announcement, staging[size:])
+
+    # -- receiver thread
+
+    def _receive(self) -> None:
+        staging = _staging(MAX_RECORD + TAG)
+        head = memoryview(bytearray(RECORD_HEADER))
+        number, shape = -1, PageShape(0, 1, b"")
+        while self._fill(head, idle=True):
+            record = RecordHeader.unpack(head)
+            sealed = staging[: record.length + TAG]
+            self._fill(sealed)
+            if record.kind == Kind.DATA and record.page == number:
+                self._land(record, shape, sealed)
+            elif record.kind == Kind.PAGE:
+                number, shape = record.page, self._announced(record, sealed)
+            elif record.kind == Kind.REKEY:
+                unseal(self._receive_keys, record, sealed, b"", sealed[:0])
+                self._receive_keys.advance()
+            else:
+                raise malformed(f"record of kind {record.kind.name} for page {record.page} while page {number} is open")
+
+    def _announced(self, record: RecordHeader, sealed: memoryview) -> PageShape:
+        announcement = memoryview(bytearray(record.length))
+        unseal(self._receive_keys, record, sealed, b"", announcement)
+        return self._incoming.announce(record.page, bytes(announcement))
+
+    def _land(self, record: RecordHeader, shape: PageShape, sealed: memoryview) -> None:
+        index, bound = shape.index_of(record), shape.pack()
+        into = self._incoming.begin(record.page, index, record)
+        if into is None:
+            scratch = memoryview(mmap.mmap(-1, record.length))  # rare: a dropped page, or one that came twice
+            try:
+                unseal(self._receive_keys, record, sealed, bound, scratch)
+            finally:
+                wipe(scratch)
+            return
+        unseal(self._receive_keys, record, sealed, bound, into)
+        self._incoming.finish(record.page)
+
+    def _fill(self, view: memoryview, *, idle: bool = False) -> bool:
+        """Receive exactly `view`; False if an idle connection ended. Waits without limit only while idle."""
+        filled = 0
+        while filled < len(view):
+            try:
+                count = self._sock.recv_into(view[filled:], 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                if idle and not filled:
+                    continue
+                raise
+            if not count:
+                if idle and not filled:
+                    return False
+                raise LinkError("stream-lost", "a bulk connection ended inside a record: check the path")
+            filled += count
+        return True
