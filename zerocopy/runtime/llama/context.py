@@ -1,0 +1,179 @@
+"""One engine context as Python sees it: decode, copy between sequences, read and write state. Typed, and nothing more.
+
+Sequences: 0 live, 1 scratch for pages, 2 always empty, 3 for probes. The cache is unified: with one stream per
+sequence a copy of a token range aborts the process. Whoever calls has checked positions and bytes before: the engine
+does not. One thread. Owns the context's memory until `close`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from zerocopy.runtime.base import EngineError, Logits
+from zerocopy.runtime.llama.abi import Library
+from zerocopy.runtime.llama.blob import LIVE_SEQUENCE, PAGE_SEQUENCE
+
+_EMPTY_SEQUENCE: Final = 2
+PROBE_SEQUENCE: Final = 3
+_SEQUENCES: Final = 4
+_RECURRENT_ONLY: Final = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+_MTP_CONTEXT: Final = 1
+N_CTX_STEP: Final = 256  # the engine rounds context sizes up to this
+
+KV_TYPES: Final = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}  # ggml type numbers
+
+
+class ContextOptions(msgspec.Struct, frozen=True):
+    n_ctx: int
+    chunk_tokens: int
+    kv_type_k: str
+    kv_type_v: str
+    flash_attention: bool
+    threads: int
+
+
+class Context:
+    def __init__(self, library: Library, model: Any, options: ContextOptions, *, mtp: bool = False) -> None:
+        self._library = library
+        self._c = library.c
+        self.handle = self._c.llama_init_from_model(model, _parameters(library, options, mtp))
+        if self.handle == library.ffi.NULL:
+            raise library.failure("engine-context", f"the engine cannot make a context of {options.n_ctx} tokens")
+        self._memory = self._c.llama_get_memory(self.handle)
+        self._n_vocab = self._c.llama_vocab_n_tokens(self._c.llama_model_get_vocab(model))
+        self._batch = self._c.llama_batch_init(options.chunk_tokens, 0, 1)
+        self._capacity = options.chunk_tokens
+        self._check_echo(options)
+
+    def decode(self, tokens: Sequence[int], start: int, sequence: int = LIVE_SEQUENCE) -> None:
+        """Evaluate tokens at start, start + 1, ...; logits are kept of the last one."""
+        count, batch = len(tokens), self._batch
+        assert 0 < count <= self._capacity
+        batch.n_tokens = count
+        for i, token in enumerate(tokens):
+            batch.token[i] = token
+            batch.pos[i] = start + i
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = sequence
+            batch.logits[i] = i == count - 1
+        code = self._c.llama_decode(self.handle, batch)
+        if code:
+            raise self._library.failure("engine-decode", f"decoding {count} tokens at {start} failed with {code}")
+
+    def logits(self) -> Logits:
+        """F32[n_vocab] of the last decode, in the engine's memory: valid until the next one."""
+        return self._row(self._c.llama_get_logits_ith(self.handle, -1), self._n_vocab)
+
+    def hidden_rows(self, count: int, width: int) -> Logits:
+        """F32[count, width] hidden states of the last decode; needs `keep_hidden_rows`. In the engine's memory."""
+        pointer = self._c._Z26llama_get_embeddings_nextnP13llama_context(self.handle)
+        return self._row(pointer, count * width).reshape(count, width)
+
+    def keep_hidden_rows(self, *, only_outputs: bool) -> None:
+        self._c._Z26llama_set_embeddings_nextnP13llama_contextbb(self.handle, True, only_outputs)
+
+    def copy(self, source: int, target: int, tokens: tuple[int, int] = (-1, -1)) -> None:
+        self._c.llama_memory_seq_cp(self._memory, source, target, *tokens)
+
+    def drop(self, sequence: int) -> None:
+        self._c.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+
+    def last_position(self) -> int:
+        return int(self._c.llama_memory_seq_pos_max(self._memory, LIVE_SEQUENCE))
+
+    def export_range(self, tokens: tuple[int, int], into: memoryview) -> None:
+        """Attention state of a token range. The copy from the empty sequence drops the recurrent state, which a
+        ranged copy drags along whole."""
+        self.copy(LIVE_SEQUENCE, PAGE_SEQUENCE, tokens)
+        self.copy(_EMPTY_SEQUENCE, PAGE_SEQUENCE)
+        try:
+            self._read(into, PAGE_SEQUENCE, 0)
+        finally:
+            self.drop(PAGE_SEQUENCE)
+
+    def import_range(self, page: memoryview) -> None:
+        """Append a checked page to the live sequence. On a hybrid this drops the live recurrent state."""
+        try:
+            self._write(page, PAGE_SEQUENCE, 0)
+            self.copy(PAGE_SEQUENCE, LIVE_SEQUENCE)
+        finally:
+            self.drop(PAGE_SEQUENCE)
+
+    def export_recurrent(self, into: memoryview) -> None:
+        """Always of the live sequence: taken through a copy it can be silently wrong."""
+        self._read(into, LIVE_SEQUENCE, _RECURRENT_ONLY)
+
+    def import_recurrent(self, blob: memoryview) -> None:
+        self._write(blob, LIVE_SEQUENCE, _RECURRENT_ONLY)
+
+    def full_state(self) -> bytearray:
+        """Every byte of the live sequence; for calibration on a few tokens, not for serving."""
+        blob = bytearray(self._c.llama_state_seq_get_size_ext(self.handle, LIVE_SEQUENCE, 0))
+        self._read(memoryview(blob), LIVE_SEQUENCE, 0)
+        return blob
+
+    def reset_counters(self) -> None:
+        self._c.llama_perf_context_reset(self.handle)
+
+    def counters(self) -> tuple[int, int]:
+        """(tokens evaluated in batches, tokens evaluated one at a time). The engine reports at least 1 of each, so
+        the time spent, which is not rounded, tells none from one."""
+        data = self._c.llama_perf_context(self.handle)
+        return data.n_p_eval if data.t_p_eval_ms > 0 else 0, data.n_eval if data.t_eval_ms > 0 else 0
+
+    def clear(self) -> None:
+        """Drop every sequence, overwrite every cell, and the tokens of the last batch."""
+        self._c.llama_memory_clear(self._memory, True)
+        size = self._capacity * self._library.ffi.sizeof("llama_token")
+        self._library.ffi.memmove(self._batch.token, bytes(size), size)
+
+    def close(self) -> None:
+        if self.handle is not None:
+            self._c.llama_batch_free(self._batch)
+            self._c.llama_free(self.handle)
+            self.handle = None
+
+    def _read(self, into: memoryview, sequence: int, flags: int) -> None:
+        target = self._library.ffi.from_buffer("uint8_t[]", into, require_writable=True)
+        written = self._c.llama_state_seq_get_data_ext(self.handle, target, len(into), sequence, flags)
+        if written != len(into):
+            raise self._library.failure("engine-export", f"the engine exported {written} bytes, {len(into)} expected")
+
+    def _write(self, blob: memoryview, sequence: int, flags: int) -> None:
+        source = self._library.ffi.from_buffer("uint8_t[]", blob)
+        read = self._c.llama_state_seq_set_data_ext(self.handle, source, len(blob), sequence, flags)
+        if read != len(blob):
+            raise self._library.failure("engine-import", f"the engine took {read} of {len(blob)} bytes of state")
+
+    def _row(self, pointer: Any, count: int) -> Logits:
+        if pointer == self._library.ffi.NULL:
+            raise self._library.failure("engine-decode", "the engine has no output for the last token")
+        return np.frombuffer(self._library.ffi.buffer(pointer, 4 * count), dtype=np.float32)
+
+    def _check_echo(self, options: ContextOptions) -> None:
+        """The engine read our parameters where we wrote them."""
+        wanted = (options.n_ctx, _SEQUENCES, options.chunk_tokens)
+        found = tuple(f(self.handle) for f in (self._c.llama_n_ctx, self._c.llama_n_seq_max, self._c.llama_n_ubatch))
+        if found != wanted:
+            self.close()
+            raise EngineError("engine-echo", f"asked the engine for (n_ctx, n_seq_max, n_ubatch) {wanted}, got {found}")
+
+
+def _parameters(library: Library, options: ContextOptions, mtp: bool) -> Any:
+    p = library.c.llama_context_default_params()
+    p.n_ctx = options.n_ctx
+    p.n_batch = p.n_ubatch = options.chunk_tokens  # one engine step per chunk: bit-equality needs equal steps
+    p.n_seq_max = _SEQUENCES
+    p.kv_unified = True
+    p.swa_full = True  # old cells stay, so a page may be exported any time after it was computed
+    p.flash_attn_type = int(options.flash_attention)
+    p.n_threads = p.n_threads_batch = options.threads
+    p.type_k, p.type_v = KV_TYPES[options.kv_type_k], KV_TYPES[options.kv_type_v]
+    p.offload_kqv = p.op_offload = False
+    p.no_perf = False  # the counters prove how many tokens were evaluated
+    p.ctx_type = _MTP_CONTEXT if mtp else 0
+    return p

@@ -1,0 +1,221 @@
+"""llama.cpp as a `Runtime`: one loaded model, its facts and identity, its tokenizer.
+
+Owns the model's weights and every lane opened on it; `close` releases all, at once and more than once if need be.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import psutil
+
+from zerocopy.handoff.components import Component, Identity, StateSchema
+from zerocopy.runtime.base import EngineError, EngineFacts
+from zerocopy.runtime.file_digest import file_sha256
+from zerocopy.runtime.gguf_header import GgufHeader, read_header
+from zerocopy.runtime.llama.abi import BLOB_FORMAT, PACKAGE, PACKAGE_VERSION, Library, open_library
+from zerocopy.runtime.llama.calibrate import measure
+from zerocopy.runtime.llama.context import KV_TYPES, N_CTX_STEP, ContextOptions
+from zerocopy.runtime.llama.family import family_of
+from zerocopy.runtime.llama.lane import LlamaLane
+
+_MAX_PIECE_BYTES: Final = 256
+_MAX_CTX: Final = 1 << 22
+
+
+class LlamaOptions(msgspec.Struct, frozen=True):
+    """How to run a model. All but `threads` must be equal on both hosts; all must be for bit-equality."""
+
+    n_ctx: int = 4096  # rounded up to a multiple of 256
+    chunk_tokens: int = 256
+    page_tokens: int = 64  # at most; sliding-window models may need smaller pages
+    kv_type_k: str = "f16"
+    kv_type_v: str = "f16"
+    flash_attention: bool = True
+    threads: int = 0  # 0: one per physical core
+    mtp: bool = True  # track the MTP head where the model has one
+
+
+class LlamaRuntime:
+    """Loads `path`, learns its state's geometry, and refuses what it cannot move exactly (EngineError)."""
+
+    def __init__(self, path: str | Path, options: LlamaOptions) -> None:
+        _check_options(options)
+        path = Path(path)
+        header = read_header(path)
+        family = family_of(header, mtp=options.mtp)
+        self._library = open_library()
+        self._lanes: list[LlamaLane] = []
+        self._model = _load(self._library, path, load_mtp=family.mtp)
+        self._vocab = self._library.c.llama_model_get_vocab(self._model)
+        try:
+            context = _context_options(options)
+            self._lane_model = measure(self._library, self._model, family, context)
+            self.facts = self._facts(path, header, options)
+        except BaseException:
+            self.close()
+            raise
+
+    def open_lane(self) -> LlamaLane:
+        lane = LlamaLane(self._lane_model)
+        self._lanes.append(lane)
+        return lane
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        data = text.encode()
+        capacity = len(data) + 8  # a byte is one token at most, plus what add_special puts around
+        tokens = self._library.ffi.new("llama_token[]", capacity)
+        count = self._library.c.llama_tokenize(
+            self._vocab, data, len(data), tokens, capacity, add_special, parse_special
+        )  # fmt: skip
+        if count < 0:
+            raise self._library.failure("tokenize", f"text of {len(data)} bytes does not fit {capacity} tokens")
+        return list(tokens[0:count])
+
+    def piece(self, token: int) -> bytes:
+        self._check_token(token)
+        buffer = self._library.ffi.new("char[]", _MAX_PIECE_BYTES)
+        size = self._library.c.llama_token_to_piece(self._vocab, token, buffer, _MAX_PIECE_BYTES, 0, False)
+        if size < 0:
+            raise self._library.failure("piece", f"a token's text has {-size} bytes, more than {_MAX_PIECE_BYTES}")
+        return bytes(self._library.ffi.buffer(buffer, size))
+
+    def is_end(self, token: int) -> bool:
+        self._check_token(token)
+        return bool(self._library.c.llama_vocab_is_eog(self._vocab, token))
+
+    def close(self) -> None:
+        while self._lanes:
+            self._lanes.pop().close()
+        if self._model is not None:
+            self._library.c.llama_model_free(self._model)
+            self._model = None
+
+    def _check_token(self, token: int) -> None:
+        if self._model is None or not 0 <= token < self._lane_model.n_vocab:
+            raise EngineError("token-range", "a token is outside the vocabulary, or the runtime is closed")
+
+    def _facts(self, path: Path, header: GgufHeader, options: LlamaOptions) -> EngineFacts:
+        lane = self._lane_model
+        attention = lane.schema.spec(Component.ATTENTION_KV)
+        longest = attention.max_page_tokens if attention else options.chunk_tokens
+        return EngineFacts(
+            identity=_identity(self._library, path, header, lane.options, lane.schema),
+            schema=lane.schema,
+            model_name=header.name or path.stem,
+            n_ctx=lane.options.n_ctx,
+            n_vocab=lane.n_vocab,
+            chunk_tokens=options.chunk_tokens,
+            page_tokens=_page_tokens(options, longest),
+            export_before_next_chunk=False,  # swa_full keeps every cell
+            chat_template=header.chat_template,
+            bos_token=self._special(self._library.c.llama_vocab_bos(self._vocab)),
+            eos_token=self._special(self._library.c.llama_vocab_eos(self._vocab)),
+            mtp="tracked" if lane.schema.spec(Component.MTP_KV) else "off",
+        )
+
+    def _special(self, token: int) -> str:
+        if token < 0:
+            return ""
+        text = self._library.c.llama_vocab_get_text(self._vocab, token)
+        return str(self._library.ffi.string(text).decode("utf-8", "replace"))
+
+
+def _check_options(options: LlamaOptions) -> None:
+    problem = next(
+        (
+            sentence
+            for wrong, sentence in (
+                (not 1 <= options.n_ctx <= _MAX_CTX, f"n_ctx {options.n_ctx} is outside 1 to {_MAX_CTX}"),
+                (options.chunk_tokens < 1, f"chunk_tokens {options.chunk_tokens} is below 1"),
+                (
+                    options.page_tokens < 1 or options.chunk_tokens % options.page_tokens > 0,
+                    f"page_tokens {options.page_tokens} does not divide chunk_tokens {options.chunk_tokens}",
+                ),
+                (
+                    options.chunk_tokens > options.n_ctx,
+                    f"chunk_tokens {options.chunk_tokens} exceeds n_ctx {options.n_ctx}",
+                ),
+                (options.kv_type_k not in KV_TYPES, f"KV type {options.kv_type_k} is none of {', '.join(KV_TYPES)}"),
+                (options.kv_type_v not in KV_TYPES, f"KV type {options.kv_type_v} is none of {', '.join(KV_TYPES)}"),
+                (
+                    options.kv_type_v == "q8_0" and not options.flash_attention,
+                    "KV type q8_0 for V needs flash attention: switch it on or use f16",
+                ),
+                (options.threads < 0, f"threads {options.threads} is below 0"),
+            )
+            if wrong
+        ),
+        None,
+    )
+    if problem:
+        raise EngineError("engine-options", problem)
+
+
+def _context_options(options: LlamaOptions) -> ContextOptions:
+    return ContextOptions(
+        n_ctx=-(-options.n_ctx // N_CTX_STEP) * N_CTX_STEP,
+        chunk_tokens=options.chunk_tokens,
+        kv_type_k=options.kv_type_k,
+        kv_type_v=options.kv_type_v,
+        flash_attention=options.flash_attention,
+        threads=options.threads or _physical_cores(),
+    )
+
+
+def _physical_cores() -> int:
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(psutil.cpu_count(logical=False) or allowed, allowed)
+
+
+def _page_tokens(options: LlamaOptions, longest: int) -> int:
+    """The largest page up to the configured one that divides a chunk and that the window does not cut."""
+    limit = min(options.page_tokens, longest)
+    return next(n for n in range(limit, 0, -1) if options.chunk_tokens % n == 0)
+
+
+def _load(library: Library, path: Path, *, load_mtp: bool) -> Any:
+    params = library.c.llama_model_default_params()
+    params.n_gpu_layers = 0  # only the CPU backend has been certified
+    params.load_mtp = load_mtp
+    model = library.c.llama_model_load_from_file(os.fsencode(path), params)
+    if model == library.ffi.NULL:
+        raise library.failure("model-load", f"the engine cannot load {path}")
+    return model
+
+
+def _identity(
+    library: Library, path: Path, header: GgufHeader, options: ContextOptions, schema: StateSchema
+) -> Identity:
+    flash = "on" if options.flash_attention else "off"
+    return Identity(
+        model=file_sha256(path),
+        tokenizer=header.tokenizer,
+        architecture=header.architecture,
+        kv_type=f"{options.kv_type_k}/{options.kv_type_v}",
+        flash_attention=flash,
+        engine=f"{PACKAGE} {PACKAGE_VERSION}, llama.cpp {library.version}, blob {BLOB_FORMAT}",
+        schema=f"{schema.family}/{schema.version}/{schema.digest()}",
+        exactness=_exactness(library, options),
+    )
+
+
+def _exactness(library: Library, options: ContextOptions) -> str:
+    """Everything that decides the last bit besides the model. libc counts: the engine calls its expf and cosf."""
+    libc = _libc()
+    flash = "on" if options.flash_attention else "off"
+    return (
+        f"{library.sha256[:16]} {library.cpu()} {libc} chunk {options.chunk_tokens} "
+        f"threads {options.threads} flash attention {flash}"
+    )
+
+
+def _libc() -> str:
+    try:
+        return (os.confstr("CS_GNU_LIBC_VERSION") or "").replace(" ", "-")
+    except (AttributeError, ValueError):  # not glibc: the system's release stands for its libm
+        return platform.platform(terse=True)

@@ -1,0 +1,275 @@
+"""One live sequence: evaluate it, export its state, import another host's. Implements `Lane`.
+
+For each part of the state the lane knows after how many tokens it is valid. Evaluation demands that all parts agree,
+and that the engine's own positions do: a sequence with a part missing cannot be continued, here, whatever the
+protocol above does. After an error the lane is unusable until `clear`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from zerocopy.handoff.components import Component, ComponentSpec, StateSchema
+from zerocopy.runtime.base import EngineCounters, EngineError, Logits, Positions
+from zerocopy.runtime.llama import blob
+from zerocopy.runtime.llama.abi import Library
+from zerocopy.runtime.llama.blob import LIVE_SEQUENCE, Geometry
+from zerocopy.runtime.llama.context import PROBE_SEQUENCE, Context, ContextOptions
+from zerocopy.runtime.llama.mtp import MtpFollower
+
+_STATE: Final = (Component.ATTENTION_KV, Component.RECURRENT, Component.MTP_KV, Component.MTP_HIDDEN)
+_DIGEST_TOKENS: Final = 64  # per re-exported page; equal on all hosts whatever their page size, so digests compare
+_UNKNOWN: Final = -1  # an engine call on the part began and did not end well
+
+
+class LaneModel(msgspec.Struct, frozen=True):
+    """What a lane needs of its runtime."""
+
+    library: Library
+    handle: Any
+    options: ContextOptions
+    schema: StateSchema
+    geometries: dict[Component, Geometry]  # of the context each paged component lives in; RECURRENT for snapshots
+    n_vocab: int
+
+
+class LlamaLane:
+    def __init__(self, model: LaneModel) -> None:
+        self._m = model
+        self._target = Context(model.library, model.handle, model.options)
+        self._mtp: MtpFollower | None = None
+        self._mtp_logits: Logits | None = None
+        if model.schema.spec(Component.MTP_KV):
+            self._mtp = MtpFollower(model.library, model.handle, model.options, self._target)
+        self._valid = {c: 0 for c in _STATE if model.schema.spec(c)}
+
+    # -- evaluation ------------------------------------------------------------------------------------------------
+
+    def prefill(self, tokens: Sequence[int], start: int) -> None:
+        if not 0 < len(tokens) <= self._m.options.chunk_tokens:
+            raise EngineError(
+                "chunk-size", f"a chunk has {len(tokens)} tokens, this lane takes 1 to {self._m.options.chunk_tokens}"
+            )
+        self._evaluate(tokens, start, output=False)
+
+    def evaluate(self, token: int, position: int) -> Logits:
+        self._evaluate([token], position, output=True)
+        return self._target.logits()
+
+    def mtp_logits(self) -> Logits | None:
+        return self._mtp_logits
+
+    def probe(self, token: int, position: int) -> Logits:
+        self._require([token], position)
+        self._target.copy(LIVE_SEQUENCE, PROBE_SEQUENCE)
+        try:
+            self._target.decode([token], position, PROBE_SEQUENCE)
+            logits = self._target.logits()
+        finally:
+            self._target.drop(PROBE_SEQUENCE)
+        self._mtp_logits = self._mtp.probe(token, position) if self._mtp else None
+        return logits
+
+    def _evaluate(self, tokens: Sequence[int], start: int, *, output: bool) -> None:
+        self._require(tokens, start)
+        self._mtp_logits = None
+        with self._changing(*self._valid, then=start + len(tokens)):
+            self._target.decode(tokens, start)
+            if self._mtp:
+                self._mtp.follow(tokens, start, output=output)
+                self._mtp_logits = self._mtp.context.logits() if output else None
+
+    def _require(self, tokens: Sequence[int], start: int) -> None:
+        """The whole state stands at `start`, by our books and by the engine's, and the tokens may follow."""
+        for component, valid in self._valid.items():
+            if valid != start:
+                raise EngineError(
+                    "state-incomplete",
+                    f"{component.label} is valid after {max(valid, 0)} tokens, position {start} needs {start}: "
+                    "import or evaluate what is missing, or clear the lane",
+                )
+        found = self.positions()
+        if found.target != start - 1 or found.mtp not in (None, start - 1):
+            raise EngineError("position", f"the engine stands at {found}, evaluation at {start} needs {start - 1}")
+        if start + len(tokens) > self._m.options.n_ctx:
+            raise EngineError(
+                "context-full", f"{start + len(tokens)} tokens do not fit a context of {self._m.options.n_ctx}"
+            )
+        if not all(0 <= t < self._m.n_vocab for t in tokens):
+            raise EngineError("token-range", f"a token is outside the vocabulary of {self._m.n_vocab}")
+
+    # -- export ----------------------------------------------------------------------------------------------------
+
+    def export_page(self, component: Component, tokens: tuple[int, int], into: memoryview) -> None:
+        self._check_page_size(component, tokens, into)
+        if tokens[1] > self._valid[component]:
+            raise EngineError(
+                "page-range", f"{component.label} of tokens {tokens} asked, the lane holds {self._valid[component]}"
+            )
+        self._context(component).export_range(tokens, into)
+        # an export that a peer's check would refuse is better refused here
+        blob.check_page(into, self._m.geometries[component], tokens, self._m.n_vocab)
+
+    def export_snapshot(self, into: memoryview) -> None:
+        self._check_snapshot_size(into)
+        self._target.export_recurrent(into)
+        blob.check_snapshot(into, self._m.geometries[Component.RECURRENT], self._valid[Component.RECURRENT])
+
+    def export_hidden(self, into: memoryview) -> None:
+        np.copyto(self._hidden_view(into), self._follower().pending)
+
+    # -- import ----------------------------------------------------------------------------------------------------
+
+    def import_page(self, component: Component, tokens: tuple[int, int], payload: memoryview) -> None:
+        self._check_page_size(component, tokens, payload)
+        if tokens[0] != self._valid[component]:
+            raise EngineError(
+                "page-order",
+                f"{component.label} page starts at token {tokens[0]}, the lane holds {self._valid[component]}: "
+                "pages come in token order",
+            )
+        if component == Component.ATTENTION_KV and self._valid.get(Component.RECURRENT):
+            raise EngineError(
+                "snapshot-last", "an attention KV page would drop the recurrent state that is here: import pages first"
+            )
+        blob.check_page(payload, self._m.geometries[component], tokens, self._m.n_vocab)
+        with self._changing(component, then=tokens[1]):
+            self._context(component).import_range(payload)
+
+    def import_snapshot(self, blob_: memoryview, n_tokens: int) -> None:
+        self._check_snapshot_size(blob_)
+        attention = self._valid.get(Component.ATTENTION_KV, n_tokens)
+        if n_tokens < 1 or attention != n_tokens:
+            raise EngineError(
+                "snapshot-last",
+                f"the snapshot is of {n_tokens} tokens, attention KV holds {attention}: "
+                "imported before the pages it would be lost",
+            )
+        geometry = self._m.geometries[Component.RECURRENT]
+        blob.write_snapshot_prefix(blob_, geometry, n_tokens)
+        blob.check_snapshot(blob_, geometry, n_tokens)
+        with self._changing(Component.RECURRENT, then=n_tokens):
+            self._target.import_recurrent(blob_)
+
+    def import_hidden(self, row: memoryview) -> None:
+        """Of the last position the MTP pages reach; so it comes after them."""
+        np.copyto(self._follower().pending, self._hidden_view(row))
+        self._valid[Component.MTP_HIDDEN] = self._valid[Component.MTP_KV]
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def positions(self) -> Positions:
+        return Positions(self._target.last_position(), self._mtp.context.last_position() if self._mtp else None)
+
+    def state_digests(self, key: bytes) -> dict[str, str]:
+        digests = {}
+        for component, valid in self._valid.items():
+            spec = self._spec(component)
+            if spec.per_token:
+                digests[component.label] = self._paged_digest(spec, valid, key)
+        if self._valid.get(Component.RECURRENT):
+            digests |= self._snapshot_digests(key)
+        if self._mtp:
+            digests[Component.MTP_HIDDEN.label] = _digest(key, self._mtp.pending.data)
+        return digests
+
+    def reset_counters(self) -> None:
+        self._target.reset_counters()
+
+    def counters(self) -> EngineCounters:
+        return EngineCounters(*self._target.counters())
+
+    def clear(self) -> None:
+        self._target.clear()
+        if self._mtp:
+            self._mtp.clear()
+        self._mtp_logits = None
+        self._valid = dict.fromkeys(self._valid, 0)
+
+    def close(self) -> None:
+        self._mtp_logits = None
+        if self._mtp:
+            self._mtp.close()
+        self._target.close()
+
+    # -- details ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _changing(self, *components: Component, then: int) -> Iterator[None]:
+        """The parts are of unknown validity while the engine works on them, and stay so if it fails."""
+        for component in components:
+            self._valid[component] = _UNKNOWN
+        yield
+        for component in components:
+            self._valid[component] = then
+
+    def _paged_digest(self, spec: ComponentSpec, n_tokens: int, key: bytes) -> str:
+        digest = hashlib.blake2b(key=key, digest_size=16)
+        step = min(_DIGEST_TOKENS, spec.max_page_tokens)
+        for start in range(0, n_tokens, step):
+            tokens = (start, min(start + step, n_tokens))
+            scratch = memoryview(bytearray(spec.page_bytes((0, spec.layers), tokens)))
+            self.export_page(spec.component, tokens, scratch)
+            digest.update(scratch)
+            scratch[:] = bytes(len(scratch))
+        return digest.hexdigest()
+
+    def _snapshot_digests(self, key: bytes) -> dict[str, str]:
+        schema = self._m.schema
+        scratch = memoryview(bytearray(schema.snapshot_bytes()))
+        self.export_snapshot(scratch)
+        digests = {}
+        for component in (Component.CONVOLUTION, Component.RECURRENT):
+            spec, start = self._spec(component), schema.slab_offset(component, 0)
+            digests[component.label] = _digest(key, scratch[start : start + spec.page_bytes((0, spec.layers), (0, 1))])
+        scratch[:] = bytes(len(scratch))
+        return digests
+
+    def _context(self, component: Component) -> Context:
+        return self._follower().context if component == Component.MTP_KV else self._target
+
+    def _follower(self) -> MtpFollower:
+        if self._mtp is None:
+            raise EngineError("component", "this model's MTP head is not tracked: it has no MTP state")
+        return self._mtp
+
+    def _spec(self, component: Component) -> ComponentSpec:
+        spec = self._m.schema.spec(component)
+        if spec is None:
+            raise EngineError("component", f"{component.label} is no part of {self._m.schema.family}'s state")
+        return spec
+
+    def _check_page_size(self, component: Component, tokens: tuple[int, int], page: memoryview) -> None:
+        spec = self._spec(component)
+        if component not in (Component.ATTENTION_KV, Component.MTP_KV):
+            raise EngineError("component", f"{component.label} does not travel in pages of tokens")
+        if not 0 <= tokens[0] < tokens[1] <= min(self._m.options.n_ctx, tokens[0] + spec.max_page_tokens):
+            raise EngineError(
+                "page-range",
+                f"tokens {tokens} are no page here: at most {spec.max_page_tokens} tokens of {self._m.options.n_ctx}",
+            )
+        expected = spec.page_bytes((0, spec.layers), tokens)
+        if len(page) != expected:
+            raise EngineError("page-size", f"{component.label} of tokens {tokens} is {expected} bytes, not {len(page)}")
+
+    def _check_snapshot_size(self, view: memoryview) -> None:
+        self._spec(Component.RECURRENT)
+        expected = self._m.schema.snapshot_bytes()
+        if len(view) != expected:
+            raise EngineError("page-size", f"a recurrent snapshot is {expected} bytes, not {len(view)}")
+
+    def _hidden_view(self, row: memoryview) -> Logits:
+        expected = self._spec(Component.MTP_HIDDEN).layer_bytes[0]
+        if len(row) != expected:
+            raise EngineError("page-size", f"an MTP hidden row is {expected} bytes, not {len(row)}")
+        return np.frombuffer(row, dtype=np.float32)
+
+
+def _digest(key: bytes, data: memoryview) -> str:
+    return hashlib.blake2b(data, key=key, digest_size=16).hexdigest()
