@@ -33,6 +33,7 @@ AnyEpoch = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 Tokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 TotalBytes = Annotated[int, Meta(ge=0, le=MAX_TOTAL_BYTES)]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
+Figure = Annotated[float, Meta(ge=-1e15, le=1e15)]  # for people; bounded to keep NaN and infinity out of JSON
 Position = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Slug = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"\A[a-z0-9-]+\Z")]
 Label = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -146,7 +147,7 @@ class Manifest(Message, frozen=True, kw_only=True, tag="manifest"):
     position: Position
     mtp_position: Position | None = None
     source: Annotated[int, Meta(ge=0, le=0xFFFF)] = 0
-    timings: Annotated[dict[Label, float], Meta(max_length=64)] = {}
+    timings: Annotated[dict[Label, Figure], Meta(max_length=64)] = {}
 
 
 class CommitAck(Message, frozen=True, kw_only=True, tag="commit-ack"):
