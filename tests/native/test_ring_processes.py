@@ -30,7 +30,7 @@ def consumer(request: pytest.FixtureRequest) -> Iterator[Ring]:
         ring = Ring(RingHandle(memory_fd, create_fifo_bell(), create_fifo_bell(), 65536), fresh=True)
     yield ring
     ring.close()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 @pytest.mark.parametrize("pause_every", [7, 10**9])
