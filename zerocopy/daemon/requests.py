@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Literal, Protocol
 
 import msgspec
@@ -80,7 +80,7 @@ class ServiceStatus(msgspec.Struct, frozen=True):
 class GenerationService(Protocol):
     """Implemented by `zerocopy.daemon.core`."""
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """Started, Delta..., Finished. Raises RequestError, also after Started. Closing the iterator cancels."""
 
     def status(self) -> ServiceStatus: ...

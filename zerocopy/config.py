@@ -1,0 +1,496 @@
+"""Every setting of a daemon, in one struct: the single source of `--help`, the TOML reference and the docs.
+
+Values come from four places, later ones win: defaults, a TOML file, `ZC_*` environment variables, flags. Nothing is
+guessed: an unknown key is an error that names the nearest known one, and every error says where the value came from.
+Owns no sockets and no engine; the only files it reads are the TOML file and the API key file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import socket
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, get_type_hints
+
+import msgspec
+
+from transport.address import parse
+from transport.link import LinkError
+
+Role = Literal["prefill", "decode", "prefill+decode"]
+Placement = Literal["local", "disaggregated"]
+KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+CONFIG_DIR: Final = "~/.config/zc-handoff"
+CONFIG_FILE: Final = f"{CONFIG_DIR}/config.toml"
+ENV_PREFIX: Final = "ZC_"
+# Read elsewhere, so not settings, and not typing errors either.
+OTHER_VARIABLES: Final = frozenset({"ZC_CONFIG"})
+MAX_API_KEY_BYTES: Final = 4096
+
+
+class ConfigError(Exception):
+    """A setting is wrong. The message names it, where it came from, and what would be right."""
+
+    reason = "config"
+
+
+def _setting(group: str, text: str, **meta: Any) -> msgspec.Meta:
+    """`text` is the one description of the setting; `flag` and `metavar` override what its name would give."""
+    extra = {"group": group} | {key: meta.pop(key) for key in ("flag", "metavar", "default") if key in meta}
+    return msgspec.Meta(description=text, extra=extra, **meta)
+
+
+class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings of `zc-handoff daemon`. Frozen: a daemon is reconfigured by restarting it."""
+
+    name: Annotated[
+        str,
+        _setting(
+            "Host",
+            "Name of this host in logs, metrics and /v1/status.",
+            metavar="NAME",
+            default="the host name",
+            min_length=1,
+            max_length=64,
+            pattern=r"^[A-Za-z0-9._-]+$",
+        ),
+    ] = msgspec.field(default_factory=lambda: socket.gethostname())
+    role: Annotated[
+        Role,
+        _setting("Host", "What this host does for its peers. A decode host still prefills its own local requests."),
+    ] = "prefill+decode"
+    model: Annotated[
+        Path | None, _setting("Host", "GGUF file to load. Required; the same weights on every host.", metavar="FILE")
+    ] = None
+
+    listen: Annotated[
+        str,
+        _setting(
+            "Network",
+            "Where peers connect to. Loopback unless set: use 0.0.0.0:7600 or the address of one interface.",
+            metavar="HOST:PORT",
+        ),
+    ] = "127.0.0.1:7600"
+    advertise: Annotated[
+        str | None,
+        _setting(
+            "Network",
+            "Address that peers are told, where it differs from --listen: NAT, containers, several interfaces.",
+            metavar="HOST:PORT",
+            default="the bound address",
+        ),
+    ] = None
+    http: Annotated[
+        str,
+        _setting(
+            "Network",
+            "Where the OpenAI-compatible API listens. Set an API key before you open it.",
+            metavar="HOST:PORT",
+        ),
+    ] = "127.0.0.1:8080"
+    peers: Annotated[
+        dict[str, tuple[str, ...]],
+        _setting(
+            "Network",
+            "A peer to connect to, by the name its key is trusted under. Repeat for more peers or addresses.",
+            flag="--peer",
+            metavar="NAME=HOST:PORT",
+            default="none",
+        ),
+    ] = {}
+    keys: Annotated[
+        Path,
+        _setting(
+            "Network", "Directory of this host's key and the keys it trusts (see `zc-handoff keys`).", metavar="DIR"
+        ),
+    ] = Path(f"{CONFIG_DIR}/keys")
+    streams: Annotated[int, _setting("Network", "Encrypted bulk connections per peer.", metavar="N", ge=1, le=64)] = 2
+
+    n_ctx: Annotated[
+        int,
+        _setting(
+            "Engine",
+            "Longest prompt plus answer, in tokens. Memory is reserved for it.",
+            metavar="N",
+            ge=32,
+            le=1 << 24,
+        ),
+    ] = 4096
+    chunk_tokens: Annotated[
+        int,
+        _setting(
+            "Engine",
+            "Prompt tokens per engine call. Equal on both hosts for bit-equal results.",
+            metavar="N",
+            ge=1,
+            le=65536,
+        ),
+    ] = 512
+    page_tokens: Annotated[
+        int,
+        _setting("Engine", "Tokens per exported page; divides chunk_tokens.", metavar="N", ge=1, le=65536),
+    ] = 256
+    kv_type: Annotated[KvType, _setting("Engine", "Number type of the KV cache. Equal on both hosts.")] = "f16"
+    flash_attention: Annotated[Literal["on", "off"], _setting("Engine", "Flash attention. Equal on both hosts.")] = "on"
+    threads: Annotated[
+        int,
+        _setting(
+            "Engine",
+            "Engine threads; 0 means one per physical core. Equal on both hosts for bit-equal results.",
+            metavar="N",
+            ge=0,
+            le=1024,
+        ),
+    ] = 0
+    mtp: Annotated[
+        Literal["auto", "off"],
+        _setting(
+            "Engine", "Keep the model's multi-token-prediction state and hand it over; auto: if the model has a head."
+        ),
+    ] = "auto"
+
+    ring_mib: Annotated[
+        int, _setting("Memory", "Size of one shared-memory ring in MiB.", metavar="MIB", ge=1, le=65536)
+    ] = 64
+    rings: Annotated[
+        int,
+        _setting("Memory", "Rings in the pool: the handoffs that can be in flight at once.", metavar="N", ge=1, le=256),
+    ] = 4
+
+    placement: Annotated[
+        Placement,
+        _setting("Requests", "Where prompts are prefilled unless a request says otherwise (header x-zc-placement)."),
+    ] = "local"
+    allow_fallback: Annotated[
+        bool,
+        _setting(
+            "Requests",
+            "Prefill here when no peer can, and say so in the x-zc-fallback header; otherwise answer an error.",
+        ),
+    ] = True
+    probe: Annotated[
+        bool,
+        _setting(
+            "Requests",
+            "Check each handoff by evaluating the last prompt token on both hosts before it commits. Costs the "
+            "prefiller one token.",
+        ),
+    ] = True
+    allow_proofs: Annotated[
+        bool,
+        _setting("Requests", "Answer x-zc-proof with keyed digests of state and logits. For tests: costs a re-export."),
+    ] = False
+    queue_s: Annotated[
+        float, _setting("Requests", "Longest wait for the engine or a prefiller.", metavar="SECONDS", gt=0, le=86400)
+    ] = 30.0
+    transfer_s: Annotated[
+        float,
+        _setting(
+            "Requests", "Longest transfer of one handoff, from grant to commit.", metavar="SECONDS", gt=0, le=86400
+        ),
+    ] = 120.0
+    request_s: Annotated[
+        float, _setting("Requests", "Longest request, from arrival to last token.", metavar="SECONDS", gt=0, le=86400)
+    ] = 600.0
+
+    api_key: Annotated[
+        str | None,
+        _setting(
+            "Security",
+            "Key that HTTP clients must send as `Authorization: Bearer KEY`. Prefer the file: a flag shows in ps.",
+            metavar="KEY",
+            default="no key",
+        ),
+    ] = None
+    api_key_file: Annotated[
+        Path | None, _setting("Security", "File whose first line is the API key.", metavar="FILE", default="none")
+    ] = None
+
+    log_level: Annotated[LogLevel, _setting("Logs", "Least severe level that is written to stderr.")] = "info"
+    log_format: Annotated[
+        Literal["text", "json"], _setting("Logs", "One readable line, or one JSON object, per event.")
+    ] = "text"
+
+    def __repr__(self) -> str:
+        """Without the API key, so that no log or traceback can show it."""
+        values = {f: getattr(self, f) for f in self.__struct_fields__} | {"api_key": "***" if self.api_key else None}
+        return f"DaemonConfig({', '.join(f'{k}={v!r}' for k, v in values.items())})"
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """One field of `DaemonConfig` as flags, environment, TOML and docs see it."""
+
+    name: str
+    group: str
+    text: str
+    flag: str
+    env: str
+    type: Any
+    metavar: str | None
+    default: Any
+    default_text: str | None
+
+
+def settings() -> list[Setting]:
+    """All settings, in the order of the struct."""
+    hints = get_type_hints(DaemonConfig, include_extras=True)
+    return [_describe(field, hints[field.name]) for field in msgspec.structs.fields(DaemonConfig)]
+
+
+def _describe(field: msgspec.structs.FieldInfo, hint: Any) -> Setting:
+    meta: msgspec.Meta = hint.__metadata__[0]
+    extra = meta.extra or {}
+    default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    return Setting(
+        name=field.name,
+        group=extra["group"],
+        text=meta.description or "",
+        flag=extra.get("flag", "--" + field.name.replace("_", "-")),
+        env=ENV_PREFIX + field.name.upper(),
+        type=hint,
+        metavar=extra.get("metavar"),
+        default=default,
+        default_text=extra.get("default"),
+    )
+
+
+def load(flags: Mapping[str, object], environ: Mapping[str, str], config_file: Path | None = None) -> DaemonConfig:
+    """Merge all four sources and check the result. `flags` holds only what was given on the command line."""
+    known = {s.name: s for s in settings()}
+    values: dict[str, object] = {}
+    for where, raw in _sources(known, flags, environ, config_file):
+        for name, value in raw.items():
+            values[name] = _convert(known[name], value, where)
+    config = DaemonConfig(**values)  # type: ignore[arg-type]  # each value was converted to its field's type
+    return _complete(config)
+
+
+def _sources(
+    known: Mapping[str, Setting], flags: Mapping[str, object], environ: Mapping[str, str], config_file: Path | None
+) -> Iterable[tuple[str, dict[str, object]]]:
+    path = _config_path(environ, config_file)
+    if path is not None:
+        yield str(path), _read_toml(path, known)
+    yield "environment", _read_environment(environ, known)
+    yield "command line", dict(flags)
+
+
+def _config_path(environ: Mapping[str, str], config_file: Path | None) -> Path | None:
+    """A file that was named must exist; the default one need not."""
+    named = config_file or (Path(environ["ZC_CONFIG"]) if environ.get("ZC_CONFIG") else None)
+    if named is not None:
+        return named.expanduser()
+    default = Path(CONFIG_FILE).expanduser()
+    return default if default.is_file() else None
+
+
+def _read_toml(path: Path, known: Mapping[str, Setting]) -> dict[str, object]:
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {_why(error)}: give another file with --config FILE") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"{path} has an unknown key `{name}`{nearest(name, known)}")
+    return values
+
+
+def _read_environment(environ: Mapping[str, str], known: Mapping[str, Setting]) -> dict[str, object]:
+    by_env = {s.env: s for s in known.values()}
+    values: dict[str, object] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(ENV_PREFIX) or variable in OTHER_VARIABLES:
+            continue
+        if variable not in by_env:
+            raise ConfigError(f"unknown environment variable `{variable}`{nearest(variable, by_env)}")
+        values[by_env[variable].name] = text
+    return values
+
+
+def _convert(setting: Setting, value: object, where: str) -> object:
+    """One raw value to its field's type. Text from the environment and flags is parsed; TOML must have the type."""
+    source = f"{setting.env} in the environment" if where == "environment" else f"`{setting.name}` in {where}"
+    source = f"{setting.flag} on the command line" if where == "command line" else source
+    strict = where not in ("environment", "command line")
+    try:
+        if setting.name == "peers":
+            value = _peers(value)
+        return msgspec.convert(value, setting.type, strict=strict, dec_hook=_path)
+    except msgspec.ValidationError as error:
+        shown = "" if setting.name == "api_key" else f", not {value!r}"
+        raise ConfigError(f"{source}: expected {_wanted(setting, error)}{shown}") from error
+
+
+def _wanted(setting: Setting, error: msgspec.ValidationError) -> str:
+    choices = literal_choices(setting)
+    if choices:
+        return f"one of {', '.join(choices)}"
+    return str(error).split(" - at ")[0].split(", got ")[0].removeprefix("Expected ")
+
+
+def literal_choices(setting: Setting) -> tuple[str, ...]:
+    """The allowed words of a setting that has a fixed list of them, else nothing."""
+    inner = setting.type.__origin__
+    return tuple(inner.__args__) if getattr(inner, "__origin__", None) is Literal else ()
+
+
+def _path(kind: type, value: object) -> object:
+    if kind is Path and isinstance(value, str) and value:
+        return Path(value).expanduser()
+    raise ValueError("Expected a path")
+
+
+def _peers(value: object) -> dict[str, list[str]]:
+    """TOML: a table of an address or a list of them. Text: NAME=ADDR, many separated by commas or repeated flags."""
+    if isinstance(value, dict):
+        return {name: [at] if isinstance(at, str) else at for name, at in value.items()}
+    texts = value.split(",") if isinstance(value, str) else value
+    peers: dict[str, list[str]] = {}
+    if not isinstance(texts, list | tuple):
+        raise msgspec.ValidationError("Expected a table of NAME = ADDRESS")
+    for text in texts:
+        name, equals, address = str(text).strip().partition("=")
+        if not (name and equals and address):
+            raise msgspec.ValidationError("Expected NAME=HOST:PORT")
+        peers.setdefault(name, []).append(address)
+    return peers
+
+
+def _complete(config: DaemonConfig) -> DaemonConfig:
+    """Checks that need more than one field or the file system, and the API key's file."""
+    if config.model is None:
+        raise ConfigError('no model: give --model FILE, set ZC_MODEL, or write model = "FILE" in the TOML file')
+    if not config.model.is_file():
+        raise ConfigError(f"model {config.model} does not exist: `zc-handoff model make` writes tiny ones to try")
+    addresses = [("listen", config.listen), ("http", config.http)]
+    addresses += [("advertise", config.advertise)] if config.advertise else []
+    addresses += [(f"peer {name}", address) for name, many in config.peers.items() for address in many]
+    for name, address in addresses:
+        _check_address(name, address)
+    if config.page_tokens > config.chunk_tokens or config.chunk_tokens % config.page_tokens:
+        raise ConfigError(
+            f"page_tokens {config.page_tokens} does not divide chunk_tokens {config.chunk_tokens}: "
+            f"set --page-tokens to {config.chunk_tokens} or a divisor of it"
+        )
+    if config.api_key_file is not None:
+        if config.api_key is not None:
+            raise ConfigError("both api_key and api_key_file are set: keep one of them")
+        config = msgspec.structs.replace(config, api_key=_read_key(config.api_key_file))
+    if config.api_key is not None and not (
+        config.api_key.isascii() and config.api_key.isprintable() and config.api_key
+    ):
+        raise ConfigError("the API key has to be printable ASCII and not empty: HTTP headers carry nothing else")
+    return msgspec.structs.replace(config, keys=config.keys.expanduser())
+
+
+def _check_address(name: str, address: str) -> None:
+    try:
+        parse(address)
+    except LinkError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def _read_key(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            line = file.readline(MAX_API_KEY_BYTES).decode("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the API key in {path}: {_why(error)}") from error
+    if not line:
+        raise ConfigError(f"the first line of {path} is empty: write the API key there")
+    return line
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else "it is not UTF-8 text"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`: did you mean ...?`, or nothing when no known name is close."""
+    match = difflib.get_close_matches(name, list(known), n=1)
+    return f": did you mean `{match[0]}`?" if match else ""
+
+
+def default_text(setting: Setting) -> str:
+    """The default as people write it."""
+    if setting.default_text is not None:
+        return setting.default_text
+    if setting.name == "model":
+        return "none, required"
+    if isinstance(setting.default, bool):
+        return "true" if setting.default else "false"
+    return f"{setting.default:g}" if isinstance(setting.default, float) else str(setting.default)
+
+
+_INTRODUCTION: Final = """\
+# Configuration
+
+Generated from `zerocopy/config.py` by `python -m zerocopy.config > docs/configuration.md`; a test keeps it current.
+
+Every setting of `zc-handoff daemon` can be given three ways. Later ones win: the default, the TOML file, the
+environment, the flag. The file is `--config FILE`, else `ZC_CONFIG`, else `~/.config/zc-handoff/config.toml` if it
+exists. Unknown keys and unknown `ZC_*` variables are errors. In TOML, peers are a table:
+
+```toml
+role = "decode"
+model = "/models/model.gguf"
+placement = "disaggregated"
+
+[peers]
+prefill-1 = "10.0.0.1:7600"
+prefill-2 = ["10.0.0.2:7600", "192.168.7.2:7600"]
+```
+
+In the environment they are `ZC_PEERS="prefill-1=10.0.0.1:7600,prefill-2=10.0.0.2:7600"`.
+"""
+
+_EXIT_CODES: Final = """\
+## Exit codes of `zc-handoff`
+
+| code | meaning |
+|---|---|
+| 0 | done |
+| 1 | it ran and failed: a check, a comparison or a file did |
+| 2 | the command line or the configuration is wrong |
+| 3 | refused or unavailable: no daemon there, not serving, wrong key |
+| 130 | interrupted |
+"""
+
+
+def reference() -> str:
+    """docs/configuration.md."""
+    parts = [_INTRODUCTION]
+    groups: dict[str, list[Setting]] = {}
+    for setting in settings():
+        groups.setdefault(setting.group, []).append(setting)
+    for group, members in groups.items():
+        rows = [_row(setting) for setting in members]
+        parts.append(
+            "\n".join(
+                [f"## {group}", "", "| TOML | flag | environment | default | meaning |", "|---|---|---|---|---|", *rows]
+            )
+        )
+        parts[-1] += "\n"
+    parts.append(_EXIT_CODES)
+    return "\n".join(parts)
+
+
+def _row(setting: Setting) -> str:
+    choices = literal_choices(setting)
+    meaning = setting.text + (f" One of {', '.join(f'`{c}`' for c in choices)}." if choices else "")
+    flag = setting.flag
+    if isinstance(setting.default, bool):
+        flag = f"{flag}`, `--no-{flag[2:]}"
+    elif setting.metavar:
+        flag = f"{flag} {setting.metavar}"
+    return f"| `{setting.name}` | `{flag}` | `{setting.env}` | {default_text(setting)} | {meaning} |"
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

@@ -1,0 +1,330 @@
+"""The HTTP front door: OpenAI's endpoints, health, metrics and status, over one `GenerationService`.
+
+Owns HTTP only: bodies, headers, Server-Sent Events, the API key. It never answers 200 for a failed generation: the
+status waits for the first token, and what fails later ends the stream with an error event. A client that goes away
+cancels its request: the server cancels the task, the task closes the service's iterator.
+Bounds: `MAX_BODY_BYTES` a request, `BODY_S` to send it, `STALLED_S` for a client that stops reading.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Final, cast
+
+import msgspec
+from aiohttp import web
+
+from transport.address import from_socket, parse
+from zerocopy.config import DaemonConfig
+from zerocopy.daemon import openai_schema as schema
+from zerocopy.daemon.chat import render
+from zerocopy.daemon.requests import (
+    Delta,
+    Event,
+    Finished,
+    GenerationRequest,
+    GenerationService,
+    PlacementMode,
+    RequestError,
+    Started,
+)
+from zerocopy.daemon.telemetry import log_event
+
+MAX_BODY_BYTES: Final = 16 << 20  # a prompt of 1M token ids, as JSON, is below 8 MiB
+BODY_S: Final = 60.0  # 16 MiB at 2 Mb/s
+STALLED_S: Final = 60.0  # then a client that reads nothing no longer holds engine memory
+SHUTDOWN_S: Final = 5.0
+
+_PROOF_KEY: Final = re.compile(r"^(?:[0-9a-fA-F]{2}){16,32}$")
+_OPEN_PATHS: Final = frozenset({"/health", "/ready"})  # load balancers ask without a key
+_Respond = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def make_app(service: GenerationService, config: DaemonConfig) -> web.Application:
+    """All routes. Serve it with `start`, which sets what the application cannot set itself."""
+    door = _FrontDoor(service, config)
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[door.guard])
+    app.router.add_post("/v1/completions", door.completions)
+    app.router.add_post("/v1/chat/completions", door.chat_completions)
+    app.router.add_get("/v1/models", door.models)
+    app.router.add_get("/v1/models/{model:.+}", door.model)
+    app.router.add_get("/v1/status", door.status)
+    app.router.add_get("/metrics", door.metrics)
+    for path in sorted(_OPEN_PATHS):
+        app.router.add_get(path, door.health)
+    return app
+
+
+async def start(app: web.Application, address: str) -> tuple[web.AppRunner, str]:
+    """Bind `host:port` (port 0 picks one); returns the runner, whose `cleanup()` ends it, and the bound address."""
+    at = parse(address)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, at.host, at.port).start()
+    except OSError:
+        await runner.cleanup()
+        raise
+    return runner, str(from_socket(runner.addresses[0]))
+
+
+class _FrontDoor:
+    """The routes of one daemon; no state of its own beyond the settings."""
+
+    def __init__(self, service: GenerationService, config: DaemonConfig) -> None:
+        self._service = service
+        self._api_key = config.api_key.encode() if config.api_key else None
+        self._allow_proofs = config.allow_proofs
+
+    @web.middleware
+    async def guard(self, request: web.Request, handler: _Respond) -> web.StreamResponse:
+        """Checks who asks; turns every failure before the first byte into OpenAI's error shape."""
+        try:
+            self._check_origin(request)
+            self._check_key(request)
+            return await handler(request)
+        except RequestError as error:
+            return _error_response(error)
+        except web.HTTPException as error:
+            return _error_response(_http_error(error), error.headers)
+        except Exception:
+            logging.getLogger(__name__).exception("request failed by a bug")
+            return _error_response(_bug())
+
+    def _check_origin(self, request: web.Request) -> None:
+        """No web page is served here, so a browser that names one was sent by somebody else's page."""
+        if "Origin" in request.headers:
+            raise RequestError("cross-origin", "requests from web pages are not allowed: call from a server", 403)
+
+    def _check_key(self, request: web.Request) -> None:
+        if self._api_key is None or request.path in _OPEN_PATHS:
+            return
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        given = key.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b""
+        if not hmac.compare_digest(given, self._api_key):
+            raise RequestError("invalid-api-key", "send the API key as `Authorization: Bearer KEY`", 401)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = schema.parse(await _read(request), schema.CompletionBody)
+        wanted = self._request(request, body, body.single_prompt(), body.max_tokens)
+        return await self._answer(request, body, wanted, chat=False)
+
+    async def chat_completions(self, request: web.Request) -> web.StreamResponse:
+        body = schema.parse(await _read(request), schema.ChatBody)
+        if self._service.model_name() is None:
+            raise self._not_serving()
+        prompt = render(self._service.chat_template(), body.messages)
+        limit = body.max_completion_tokens or body.max_tokens
+        wanted = self._request(request, body, prompt, limit, parse_special=True)
+        return await self._answer(request, body, wanted, chat=True)
+
+    async def models(self, request: web.Request) -> web.Response:
+        name = self._service.model_name()
+        return _json({"object": "list", "data": [] if name is None else [_model(name)]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        name, asked = self._service.model_name(), request.match_info["model"]
+        if name is None or asked != name:
+            raise RequestError("unknown-model", f"no model `{asked}` here: this daemon serves `{name}`", 404)
+        return _json(_model(name))
+
+    async def health(self, request: web.Request) -> web.Response:
+        status = self._service.status()
+        if status.serving:
+            return _json({"status": "ok"})
+        return _json({"status": "unavailable", "reason": status.reason}, status=503)
+
+    async def status(self, request: web.Request) -> web.Response:
+        status = self._service.status()
+        return _json({"serving": status.serving, "reason": status.reason, **status.detail})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        content_type = "text/plain; version=0.0.4; charset=utf-8"
+        return web.Response(body=self._service.metrics_text(), headers={"Content-Type": content_type})
+
+    def _request(
+        self,
+        request: web.Request,
+        body: schema.CompletionBody | schema.ChatBody,
+        prompt: str | list[int],
+        max_tokens: int | None,
+        *,
+        parse_special: bool = False,
+    ) -> GenerationRequest:
+        fallback = _header(request, "x-zc-fallback", ("allow", "deny"))
+        return GenerationRequest(
+            prompt=prompt,
+            max_tokens=max_tokens or schema.DEFAULT_MAX_TOKENS,
+            sampling=body.sampling(),
+            stop=body.stops(),
+            parse_special=parse_special,
+            placement=cast(PlacementMode | None, _header(request, "x-zc-placement", ("local", "disaggregated"))),
+            allow_fallback=None if fallback is None else fallback == "allow",
+            proof_key=self._proof_key(request),
+        )
+
+    def _proof_key(self, request: web.Request) -> str | None:
+        key = request.headers.get("x-zc-proof")
+        if key is not None and not self._allow_proofs:
+            raise RequestError("proofs-off", "x-zc-proof needs a daemon started with --allow-proofs", 403)
+        if key is not None and not _PROOF_KEY.match(key):
+            raise RequestError("bad-header", "x-zc-proof is not a key of 16 to 32 bytes in hex", 400)
+        return key
+
+    def _not_serving(self) -> RequestError:
+        reason = self._service.status().reason or "not-serving"
+        return RequestError(reason, f"this daemon cannot serve yet ({reason}): wait until /health answers 200", 503)
+
+    async def _answer(
+        self,
+        request: web.Request,
+        body: schema.CompletionBody | schema.ChatBody,
+        wanted: GenerationRequest,
+        *,
+        chat: bool,
+    ) -> web.StreamResponse:
+        async with contextlib.aclosing(self._service.generate(wanted)) as events:
+            started = await anext(events, None)
+            if not isinstance(started, Started):
+                raise RequestError("internal", "the generation began without saying where it runs", 500)
+            answer = schema.Answer(self._service.model_name() or "", chat=chat, with_usage=body.wants_usage())
+            if body.stream:
+                return await _stream(request, answer, started, events, body.wants_usage())
+            text, finished = await _gather(events)
+        return _json(answer.whole(text, finished), headers=_placement_headers(started))
+
+
+async def _read(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except TimeoutError:
+        raise RequestError("slow-body", f"the body did not arrive within {BODY_S:g} s", 408) from None
+
+
+def _header(request: web.Request, name: str, allowed: tuple[str, ...]) -> str | None:
+    value = request.headers.get(name)
+    if value is not None and value not in allowed:
+        raise RequestError("bad-header", f"{name} is {value!r}, not one of: {', '.join(allowed)}", 400)
+    return value
+
+
+def _placement_headers(started: Started) -> dict[str, str]:
+    """Where it really ran, so that a fallback is never silent."""
+    headers: dict[str, str] = {"x-zc-placement": started.placement}
+    if started.prefiller is not None:
+        headers["x-zc-prefiller"] = started.prefiller
+    if started.fallback_reason is not None:
+        headers["x-zc-fallback"] = started.fallback_reason
+    return headers
+
+
+async def _gather(events: AsyncIterator[Event]) -> tuple[str, Finished]:
+    texts: list[str] = []
+    async for event in events:
+        if isinstance(event, Delta):
+            texts.append(event.text)
+        elif isinstance(event, Finished):
+            return "".join(texts), event
+    raise _unfinished()
+
+
+async def _stream(
+    request: web.Request,
+    answer: schema.Answer,
+    started: Started,
+    events: AsyncIterator[Event],
+    with_usage: bool,
+) -> web.StreamResponse:
+    """Server-Sent Events. From here on the status is 200: a failure becomes an event, and no `[DONE]` follows it."""
+    headers = {
+        "Content-Type": "text/event-stream; charset=utf-8",
+        "Cache-Control": "no-cache",
+        "X-Accel-Buffering": "no",
+    }
+    response = web.StreamResponse(headers=headers | _placement_headers(started))
+    try:
+        await response.prepare(request)
+        await _relay(response, answer, events, with_usage)
+    except RequestError as error:
+        await _send(response, schema.error_body(error))
+    except ConnectionError:
+        pass  # the client is gone: nobody is left to tell, and leaving closes the iterator
+    except Exception:
+        logging.getLogger(__name__).exception("stream failed by a bug")
+        await _send(response, schema.error_body(_bug()))
+    return response
+
+
+async def _relay(
+    response: web.StreamResponse,
+    answer: schema.Answer,
+    events: AsyncIterator[Event],
+    with_usage: bool,
+) -> None:
+    opening = answer.opening()
+    if opening is not None:
+        await _send(response, opening)
+    async for event in events:
+        if isinstance(event, Delta) and event.text:
+            await _send(response, answer.piece(event.text))
+        elif isinstance(event, Finished):
+            await _send(response, answer.closing(event))
+            if with_usage:
+                await _send(response, answer.usage(event))
+            return await _send(response, None)
+    raise _unfinished()
+
+
+async def _send(response: web.StreamResponse, chunk: Mapping[str, Any] | None) -> None:
+    """One event; None is the end mark."""
+    data = b"[DONE]" if chunk is None else msgspec.json.encode(chunk)
+    try:
+        async with asyncio.timeout(STALLED_S):
+            await response.write(b"data: " + data + b"\n\n")
+    except TimeoutError:
+        log_event("client stopped reading: request cancelled", level=logging.WARNING, seconds=STALLED_S)
+        raise ConnectionResetError("client stopped reading") from None
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "zc-handoff"}
+
+
+def _json(body: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, headers=headers, content_type="application/json")
+
+
+def _unfinished() -> RequestError:
+    return RequestError("internal", "the generation ended without a result", 500)
+
+
+def _bug() -> RequestError:
+    return RequestError("internal", "internal error: see the daemon's log", 500)
+
+
+def _error_response(error: RequestError, extra: Mapping[str, str] | None = None) -> web.Response:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if extra and "Allow" in extra:
+        headers["Allow"] = extra["Allow"]
+    return _json(schema.error_body(error), status=error.status, headers=headers)
+
+
+def _http_error(error: web.HTTPException) -> RequestError:
+    """What aiohttp itself refuses."""
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return RequestError("body-too-large", f"the body is larger than {MAX_BODY_BYTES} bytes", 413)
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return RequestError("method-not-allowed", f"{error.method} is not allowed here", 405)
+    if isinstance(error, web.HTTPNotFound):
+        return RequestError("unknown-path", "no such path: see /v1/completions, /v1/chat/completions, /v1/status", 404)
+    return RequestError("http", error.reason, error.status)

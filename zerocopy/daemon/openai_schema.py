@@ -1,0 +1,249 @@
+"""The OpenAI request and answer bodies that this server speaks, and what it refuses. No HTTP here.
+
+A field of a request is either served, harmless and ignored (`HARMLESS`), accepted only at the value that means "off"
+(`NEUTRAL`), or refused by name: nothing that would change the answer is ever ignored silently. Bounds are in the types.
+"""
+
+from __future__ import annotations
+
+import difflib
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+
+from zerocopy.daemon.chat import ChatMessage
+from zerocopy.daemon.requests import Finished, RequestError
+from zerocopy.worker.sampling import Sampling
+
+# What an answer may grow to when the client names no limit: room for a full reply, not for a loop. The daemon bounds
+# every request by its context as well.
+DEFAULT_MAX_TOKENS: Final = 512
+
+# They do not change the answer: bookkeeping of the client, or hints to a service with more than one model.
+HARMLESS: Final = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_prompt", "verbosity"}
+)
+
+# Accepted at these values only, where they mean "off".
+NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repeat_penalty": (1,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({}, []),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),  # without tools there is nothing to call
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "grammar": ("",),
+    "json_schema": ({},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "ignore_eos": (False,),
+    "typical_p": (1,),
+    "mirostat": (0,),
+}
+
+Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
+Probability = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+StopList = Annotated[list[StopText], msgspec.Meta(max_length=16)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool = False
+
+
+class _Body(msgspec.Struct, frozen=True, kw_only=True):
+    """Served by both endpoints. `model` is not checked: a daemon serves one, and every answer names it."""
+
+    model: str | None = None
+    max_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=1 << 24)] | None = None
+    min_p: Probability | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    stop: StopText | StopList | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def sampling(self) -> Sampling:
+        """Greedy unless a temperature is given: the same prompt then has the same answer on every host."""
+        neutral = Sampling()
+        return Sampling(
+            temperature=neutral.temperature if self.temperature is None else self.temperature,
+            top_k=neutral.top_k if self.top_k is None else self.top_k,
+            top_p=neutral.top_p if self.top_p is None else self.top_p,
+            min_p=neutral.min_p if self.min_p is None else self.min_p,
+            seed=self.seed,
+        )
+
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(_Body, frozen=True, kw_only=True):
+    """POST /v1/completions. One prompt: text, a list of one text, or a list of token ids."""
+
+    prompt: str | list[TokenId | str]
+
+    def single_prompt(self) -> str | list[int]:
+        if isinstance(self.prompt, str):
+            prompt: str | list[int] = self.prompt
+        elif len(self.prompt) == 1 and isinstance(self.prompt[0], str):
+            prompt = self.prompt[0]
+        else:
+            prompt = [token for token in self.prompt if isinstance(token, int)]
+            if len(prompt) != len(self.prompt):
+                raise bad_field("prompt", "several prompts in one request are not supported: send one request for each")
+        if not prompt:
+            raise bad_field("prompt", "prompt is empty: it needs at least one token")
+        return prompt
+
+
+class ChatBody(_Body, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+
+
+class FieldError(RequestError):
+    """400 with the field named."""
+
+    def __init__(self, reason: str, message: str, field: str | None) -> None:
+        super().__init__(reason, message, 400)
+        self.field = field
+
+
+def bad_field(field: str, message: str) -> FieldError:
+    return FieldError("bad-request", message, field)
+
+
+Body = TypeVar("Body", bound=_Body)
+
+
+def parse(data: bytes, kind: type[Body]) -> Body:
+    """A request body, checked. Raises FieldError."""
+    try:
+        fields = msgspec.json.decode(data, type=dict[str, Any])
+    except msgspec.ValidationError as error:
+        raise FieldError("bad-json", f"the body is not a JSON object: {error}", None) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FieldError("bad-json", f"the body is not JSON: {error}", None) from error
+    except RecursionError as error:
+        raise FieldError("bad-json", "the body is nested too deeply", None) from error
+    served = {name: value for name, value in fields.items() if _is_served(name, value, kind)}
+    try:
+        return msgspec.convert(served, kind)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        field = path.strip(".`") or None
+        raise bad_field(field or "", f"{field}: {message}" if field else message) from error
+
+
+def _is_served(name: str, value: Any, kind: type[_Body]) -> bool:
+    """False for what may be dropped; raises for what may not."""
+    if name in kind.__struct_fields__:
+        return True
+    if name in HARMLESS:
+        return False
+    if name not in NEUTRAL:
+        match = difflib.get_close_matches(name, kind.__struct_fields__, n=1)
+        hint = f": did you mean `{match[0]}`?" if match else ""
+        raise FieldError("unknown-field", f"unknown field `{name}`{hint}", name)
+    # Type and value: True equals 1 in Python, but `"n": true` is a mistake.
+    neutral = (v for v in NEUTRAL[name] if isinstance(value, bool) == isinstance(v, bool))
+    if value is not None and value not in neutral:
+        raise FieldError("unsupported", f"`{name}` is not supported here: leave it out", name)
+    return False
+
+
+class Answer:
+    """Bodies of one answer, whole or in chunks; `chat` picks the endpoint's shape."""
+
+    def __init__(self, model: str, *, chat: bool, with_usage: bool = False) -> None:
+        self._chat = chat
+        self._with_usage = with_usage
+        self._fixed: dict[str, Any] = {"created": int(time.time()), "model": model}
+        self._fixed["id"] = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
+
+    def whole(self, text: str, finished: Finished) -> dict[str, Any]:
+        content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        choice = {"index": 0, **content, "logprobs": None, "finish_reason": finished.reason}
+        kind = "chat.completion" if self._chat else "text_completion"
+        return self._body(kind, [choice]) | {"usage": _usage(finished)} | _extras(finished)
+
+    def opening(self) -> dict[str, Any] | None:
+        """Chat streams begin with the role; completion streams with text."""
+        return self._chunk({"delta": {"role": "assistant", "content": ""}}, None) if self._chat else None
+
+    def piece(self, text: str) -> dict[str, Any]:
+        return self._chunk({"delta": {"content": text}} if self._chat else {"text": text}, None)
+
+    def closing(self, finished: Finished) -> dict[str, Any]:
+        content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+        return self._chunk(content, finished.reason) | _extras(finished)
+
+    def usage(self, finished: Finished) -> dict[str, Any]:
+        """The extra last chunk of `stream_options.include_usage`."""
+        return self._body(self._chunk_kind(), []) | {"usage": _usage(finished)}
+
+    def _chunk(self, content: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
+        choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
+        return self._body(self._chunk_kind(), [choice]) | ({"usage": None} if self._with_usage else {})
+
+    def _chunk_kind(self) -> str:
+        return "chat.completion.chunk" if self._chat else "text_completion"
+
+    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._fixed, "object": kind, "choices": choices}
+
+
+def _usage(finished: Finished) -> dict[str, int]:
+    total = finished.prompt_tokens + finished.completion_tokens
+    return {
+        "prompt_tokens": finished.prompt_tokens,
+        "completion_tokens": finished.completion_tokens,
+        "total_tokens": total,
+    }
+
+
+def _extras(finished: Finished) -> dict[str, Any]:
+    proof = {} if finished.proof is None else {"zc_proof": finished.proof}
+    return {"timings": finished.timings} | proof
+
+
+_ERROR_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """OpenAI's error shape; `code` is the stable reason."""
+    kind = _ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    field = error.field if isinstance(error, FieldError) else None
+    return {"error": {"message": str(error), "type": kind, "code": error.reason, "param": field or None}}
