@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 N_VOCAB: Final = 128
 CONTEXT: Final = 32768
 WINDOW: Final = 64  # gemma3's sliding window
-_HEAD: Final = 16
+_HEAD: Final = 32  # one block of q8_0, so that every KV type can be tried
 _CONV: Final = 4
 _TEMPLATE: Final = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -61,8 +61,8 @@ class _Sizes(msgspec.Struct, frozen=True):
     def of(cls, scale: int) -> _Sizes:
         return cls(
             hidden=64 * scale,
-            heads=4 * scale,
-            kv_heads=2 * scale,
+            heads=2 * scale,
+            kv_heads=scale,
             feed_forward=128 * scale,
             expert=32 * scale,
             inner=128 * scale,
@@ -131,15 +131,15 @@ class _Writer:
 # -- blocks ----------------------------------------------------------------------------------------------------
 
 
-def _attention(m: _Writer, layer: int, *, head: int = _HEAD, norms: bool = False, gate: int = 1) -> None:
+def _attention(m: _Writer, layer: int, *, norms: bool = False, gate: int = 1) -> None:
     s, at = m.sizes, f"blk.{layer}.attn"
-    m.matrix(f"{at}_q.weight", s.hidden, s.heads * head * gate)
-    m.matrix(f"{at}_k.weight", s.hidden, s.kv_heads * head)
-    m.matrix(f"{at}_v.weight", s.hidden, s.kv_heads * head)
-    m.matrix(f"{at}_output.weight", s.heads * head, s.hidden)
+    m.matrix(f"{at}_q.weight", s.hidden, s.heads * _HEAD * gate)
+    m.matrix(f"{at}_k.weight", s.hidden, s.kv_heads * _HEAD)
+    m.matrix(f"{at}_v.weight", s.hidden, s.kv_heads * _HEAD)
+    m.matrix(f"{at}_output.weight", s.heads * _HEAD, s.hidden)
     if norms:
-        m.norm(f"{at}_q_norm.weight", head)
-        m.norm(f"{at}_k_norm.weight", head)
+        m.norm(f"{at}_q_norm.weight", _HEAD)
+        m.norm(f"{at}_k_norm.weight", _HEAD)
 
 
 def _feed_forward(m: _Writer, layer: int, *, gated: bool = True) -> None:
@@ -198,16 +198,16 @@ def _mtp_head(m: _Writer, layer: int) -> None:
         m.norm(f"{at}.{name}.weight", hidden)
 
 
-def _attention_metadata(m: _Writer, layers: int, head: int) -> None:
+def _attention_metadata(m: _Writer, layers: int) -> None:
     s = m.sizes
     m.integers(
         block_count=layers,
         attention__head_count=s.heads,
         attention__head_count_kv=s.kv_heads,
         feed_forward_length=s.feed_forward,
-        attention__key_length=head,
-        attention__value_length=head,
-        rope__dimension_count=head,
+        attention__key_length=_HEAD,
+        attention__value_length=_HEAD,
+        rope__dimension_count=_HEAD,
     )
     m.floats(attention__layer_norm_rms_epsilon=1e-5)
 
@@ -217,7 +217,7 @@ def _attention_metadata(m: _Writer, layers: int, head: int) -> None:
 
 def _llama(m: _Writer) -> None:
     layers = 4
-    _attention_metadata(m, layers, _HEAD)
+    _attention_metadata(m, layers)
     for i in range(layers):
         m.norm(f"blk.{i}.attn_norm.weight", m.sizes.hidden)
         _attention(m, i)
@@ -227,7 +227,7 @@ def _llama(m: _Writer) -> None:
 
 def _gemma3(m: _Writer) -> None:
     layers = 6
-    _attention_metadata(m, layers, _HEAD)
+    _attention_metadata(m, layers)
     m.integers(attention__sliding_window=WINDOW, attention__sliding_window_pattern=3)
     for i in range(layers):
         for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
@@ -304,8 +304,8 @@ def _nemotron_block(m: _Writer, layer: int, kind: str, experts: bool) -> None:
 
 
 def _qwen35_mtp(m: _Writer) -> None:
-    layers, head, hidden = 4, 32, m.sizes.hidden
-    _attention_metadata(m, layers + 1, head)
+    layers, hidden = 4, m.sizes.hidden
+    _attention_metadata(m, layers + 1)
     m.integers(full_attention_interval=2, rope__dimension_sections=[4, 4, 4, 0], nextn_predict_layers=1)
     key_heads, value_heads, width = 2, m.sizes.ranks, m.sizes.state
     _recurrent_metadata(m, inner=width * value_heads, state=width, ranks=value_heads, groups=key_heads)
@@ -313,7 +313,7 @@ def _qwen35_mtp(m: _Writer) -> None:
         m.norm(f"blk.{i}.attn_norm.weight", hidden)
         m.norm(f"blk.{i}.post_attention_norm.weight", hidden)
         if i == layers or i % 2:
-            _attention(m, i, head=head, norms=True, gate=2)
+            _attention(m, i, norms=True, gate=2)
         else:
             _delta_net(m, i, key_heads, value_heads, width)
         _feed_forward(m, i)

@@ -19,7 +19,7 @@ from zerocopy.runtime.llama.blob import LIVE_SEQUENCE, PAGE_SEQUENCE
 
 _EMPTY_SEQUENCE: Final = 2
 PROBE_SEQUENCE: Final = 3
-_SEQUENCES: Final = 4
+SEQUENCES: Final = 4
 _RECURRENT_ONLY: Final = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 _MTP_CONTEXT: Final = 1
 N_CTX_STEP: Final = 256  # the engine rounds context sizes up to this
@@ -135,7 +135,7 @@ class Context:
         if self.handle is not None:
             self._c.llama_batch_free(self._batch)
             self._c.llama_free(self.handle)
-            self.handle = None
+            self.handle = self._memory = None  # a late call is a TypeError in cffi, not a read of freed memory
 
     def _read(self, into: memoryview, sequence: int, flags: int) -> None:
         target = self._library.ffi.from_buffer("uint8_t[]", into, require_writable=True)
@@ -156,7 +156,7 @@ class Context:
 
     def _check_echo(self, options: ContextOptions) -> None:
         """The engine read our parameters where we wrote them."""
-        wanted = (options.n_ctx, _SEQUENCES, options.chunk_tokens)
+        wanted = (options.n_ctx, SEQUENCES, options.chunk_tokens)
         found = tuple(f(self.handle) for f in (self._c.llama_n_ctx, self._c.llama_n_seq_max, self._c.llama_n_ubatch))
         if found != wanted:
             self.close()
@@ -167,7 +167,7 @@ def _parameters(library: Library, options: ContextOptions, mtp: bool) -> Any:
     p = library.c.llama_context_default_params()
     p.n_ctx = options.n_ctx
     p.n_batch = p.n_ubatch = options.chunk_tokens  # one engine step per chunk: bit-equality needs equal steps
-    p.n_seq_max = _SEQUENCES
+    p.n_seq_max = SEQUENCES
     p.kv_unified = True
     p.swa_full = True  # old cells stay, so a page may be exported any time after it was computed
     p.flash_attn_type = int(options.flash_attention)

@@ -19,7 +19,7 @@ from zerocopy.runtime.file_digest import file_sha256
 from zerocopy.runtime.gguf_header import GgufHeader, read_header
 from zerocopy.runtime.llama.abi import BLOB_FORMAT, PACKAGE, PACKAGE_VERSION, Library, open_library
 from zerocopy.runtime.llama.calibrate import measure
-from zerocopy.runtime.llama.context import KV_TYPES, N_CTX_STEP, ContextOptions
+from zerocopy.runtime.llama.context import KV_TYPES, N_CTX_STEP, SEQUENCES, ContextOptions
 from zerocopy.runtime.llama.family import family_of
 from zerocopy.runtime.llama.lane import LlamaLane
 
@@ -61,11 +61,13 @@ class LlamaRuntime:
             raise
 
     def open_lane(self) -> LlamaLane:
+        self._check_open()
         lane = LlamaLane(self._lane_model)
         self._lanes.append(lane)
         return lane
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        self._check_open()
         data = text.encode()
         capacity = len(data) + 8  # a byte is one token at most, plus what add_special puts around
         tokens = self._library.ffi.new("llama_token[]", capacity)
@@ -95,9 +97,14 @@ class LlamaRuntime:
             self._library.c.llama_model_free(self._model)
             self._model = None
 
+    def _check_open(self) -> None:
+        if self._model is None:
+            raise EngineError("closed", "the model has been closed: open a new runtime")
+
     def _check_token(self, token: int) -> None:
-        if self._model is None or not 0 <= token < self._lane_model.n_vocab:
-            raise EngineError("token-range", "a token is outside the vocabulary, or the runtime is closed")
+        self._check_open()
+        if not 0 <= token < self._lane_model.n_vocab:
+            raise EngineError("token-range", f"a token is outside the vocabulary of {self._lane_model.n_vocab}")
 
     def _facts(self, path: Path, header: GgufHeader, options: LlamaOptions) -> EngineFacts:
         lane = self._lane_model
@@ -131,7 +138,10 @@ def _check_options(options: LlamaOptions) -> None:
             sentence
             for wrong, sentence in (
                 (not 1 <= options.n_ctx <= _MAX_CTX, f"n_ctx {options.n_ctx} is outside 1 to {_MAX_CTX}"),
-                (options.chunk_tokens < 1, f"chunk_tokens {options.chunk_tokens} is below 1"),
+                (
+                    options.chunk_tokens < SEQUENCES,  # the engine aborts
+                    f"chunk_tokens {options.chunk_tokens} is below {SEQUENCES}",
+                ),
                 (
                     options.page_tokens < 1 or options.chunk_tokens % options.page_tokens > 0,
                     f"page_tokens {options.page_tokens} does not divide chunk_tokens {options.chunk_tokens}",

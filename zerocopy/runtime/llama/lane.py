@@ -46,7 +46,11 @@ class LlamaLane:
         self._mtp: MtpFollower | None = None
         self._mtp_logits: Logits | None = None
         if model.schema.spec(Component.MTP_KV):
-            self._mtp = MtpFollower(model.library, model.handle, model.options, self._target)
+            try:
+                self._mtp = MtpFollower(model.library, model.handle, model.options, self._target)
+            except EngineError:
+                self._target.close()
+                raise
         self._valid = {c: 0 for c in _STATE if model.schema.spec(c)}
 
     # -- evaluation ------------------------------------------------------------------------------------------------
