@@ -30,10 +30,10 @@ EPOCH: Final = 3
 SCHEMA: Final = StateSchema(
     family="nemotron_h_moe+mtp",
     components=(
-        ComponentSpec(C.ATTENTION_KV, True, (24, 40), layer_overhead=24, token_overhead=12, page_overhead=32, max_page_tokens=4),
+        ComponentSpec(C.ATTENTION_KV, True, (24, 40), 24, 12, 32, max_page_tokens=4),
         ComponentSpec(C.RECURRENT, False, (96, 104, 112)),
         ComponentSpec(C.CONVOLUTION, False, (20, 28, 36)),
-        ComponentSpec(C.MTP_KV, True, (16,), layer_overhead=24, token_overhead=12, page_overhead=32, max_page_tokens=4),
+        ComponentSpec(C.MTP_KV, True, (16,), 24, 12, 32, max_page_tokens=4),
         ComponentSpec(C.MTP_HIDDEN, False, (64,)),
         ComponentSpec(C.TOKENS, True, (4,)),
         ComponentSpec(C.PROBE, False, (88,)),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tests.handoff.scene import IDENTITY, SCHEMA, C
-from zerocopy.handoff.components import Identity
+from tests.handoff.scene import IDENTITY, SCHEMA
+from zerocopy.handoff.components import Component, Identity
 from zerocopy.handoff.matching import identity_mismatch, schema_mismatch
 
 REMEDIES = {
@@ -57,7 +57,7 @@ def test_a_missing_component_is_named() -> None:
 
 
 @pytest.mark.parametrize("component", [s.component for s in SCHEMA.components])
-def test_a_component_of_another_geometry_is_named(component: C) -> None:
+def test_a_component_of_another_geometry_is_named(component: Component) -> None:
     """Silent dtype mismatch: half the bytes per row."""
     halved = tuple(
         msgspec.structs.replace(s, layer_bytes=tuple(b // 2 for b in s.layer_bytes)) if s.component is component else s

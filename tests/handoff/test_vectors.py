@@ -13,7 +13,7 @@ FILES = sorted(path.name for path in vectors.FOLDER.iterdir())
 
 
 def test_every_vector_has_its_file_and_every_file_its_vector() -> None:
-    assert FILES == sorted(vectors.encoded())
+    assert sorted(vectors.encoded()) == FILES
 
 
 @pytest.mark.parametrize("name", FILES)

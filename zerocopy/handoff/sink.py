@@ -181,6 +181,8 @@ class SinkHandoff(Machine):
 
     def imported(self) -> None:
         """The engine holds the whole state and its positions agree."""
+        if self.over:
+            return
         if not self.state_complete:
             raise LocalProtocolError("import-too-early", "imported before every component was here")
         self._advance(Event.IMPORTED)
@@ -188,6 +190,8 @@ class SinkHandoff(Machine):
 
     def verified(self, ok: bool, detail: str) -> list[Action]:
         """The engine evaluated the last prompt token and compared it with the source's probe."""
+        if self.over:
+            return []
         if not (self._imported and self._probe and self.landed(Component.PROBE)):
             raise LocalProtocolError("verify-too-early", "verified before state and probe were here")
         if not ok:
