@@ -58,4 +58,9 @@ def test_a_flipped_frame_differs_in_one_bit(at: int) -> None:
 
 
 def test_faults_are_independent() -> None:
-    assert through(Fault(Kind.DROP, 0), Fault(Kind.SWAP, 1), Fault(Kind.DUPLICATE, 2)) == [b"two", b"two", b"one", b"three"]
+    assert through(Fault(Kind.DROP, 0), Fault(Kind.SWAP, 1), Fault(Kind.DUPLICATE, 2)) == [
+        b"two",
+        b"two",
+        b"one",
+        b"three",
+    ]

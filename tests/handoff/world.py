@@ -14,10 +14,21 @@ from typing import Final
 from tests.handoff import scene
 from tests.handoff.channel import Channel, Fault
 from tests.handoff.scene import IDENTITY, PROMPT, SCHEMA, SEED, C, Page
-from zerocopy.handoff.components import HEADER_BYTES, PageHeader, record_bytes
+from zerocopy.handoff.components import HEADER_BYTES, Component, PageHeader, record_bytes
 from zerocopy.handoff.errors import LocalProtocolError, RemoteProtocolError
 from zerocopy.handoff.machine import Action, Ended, Machine, Outcome, Release, Send
-from zerocopy.handoff.messages import Hello, HandoffMessage, Prefill, decode, encode, unpack_tokens
+from zerocopy.handoff.messages import (
+    CancelGenerate,
+    Generate,
+    GenerateEnd,
+    GenerateEvent,
+    HandoffMessage,
+    Hello,
+    Prefill,
+    decode,
+    encode,
+    unpack_tokens,
+)
 from zerocopy.handoff.seen import SeenIds
 from zerocopy.handoff.sink import SinkHandoff
 from zerocopy.handoff.source import SourceHandoff
@@ -29,6 +40,8 @@ Sabotage = Callable[[list[Page]], list[Page]]
 DISRUPTIONS: Final = ("cancel sink", "cancel source", "lose link")
 WINDOW: Final = 700  # bytes of landing ring: two or three pages, so that credit matters
 MAX_STEPS: Final = 2000
+OF_NO_HANDOFF: Final = (Hello, Generate, GenerateEvent, GenerateEnd, CancelGenerate)
+Address = tuple[Component, tuple[int, int], tuple[int, int]]
 
 
 class Host:
@@ -149,7 +162,7 @@ class SinkHost(Host):
         )
         self.receiving: list[tuple[PageHeader, bytes]] = []  # claimed, bytes still coming in
         self.in_ring: list[PageHeader] = []
-        self.landed: dict[tuple[object, ...], bytes] = {}
+        self.landed: dict[Address, bytes] = {}
         self.reserved_bytes = 0
         self.peak_bytes = 0
         self.told = set[str]()
@@ -231,7 +244,7 @@ class SinkHost(Host):
         self.in_ring.clear()
 
 
-def logits(state: dict[tuple[object, ...], bytes], prompt: Sequence[int]) -> bytes:
+def logits(state: dict[Address, bytes], prompt: Sequence[int]) -> bytes:
     """The "model": every byte of state, at its address, decides."""
     parts = sorted((repr(address), payload) for address, payload in state.items() if address[0] is not C.TOKENS)
     return hashlib.shake_128(repr((parts, prompt[-1])).encode()).digest(88)
@@ -363,7 +376,7 @@ class World:
         except RemoteProtocolError as error:
             self._lose_link(error.reason)
             return
-        if not isinstance(message, Hello) and hasattr(message, "handoff_id"):
+        if not isinstance(message, OF_NO_HANDOFF):
             host.receive(message, self.now)
 
     def _page(self) -> None:

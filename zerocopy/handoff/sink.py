@@ -118,8 +118,9 @@ class SinkHandoff(Machine):
             return False, []
         try:
             self._advance(Event.PAGE)
-            self._check_credit(header, payload_bytes)
+            self._check_length(header, payload_bytes)
             self._granted_ledger().claim(header)
+            self._check_credit(header)
         except RemoteProtocolError as error:
             return False, self.fail_with(error)
         self._accepted += record_bytes(header.component, header.payload_bytes)
@@ -283,16 +284,18 @@ class SinkHandoff(Machine):
             raise RemoteProtocolError("manifest-mismatch", f"manifest counts {stated} pages, {ledger.pages} came")
         if ledger.landed_pages() < stated:
             return
-        ledger.check_complete()
         ledger.check_manifest(self.manifest)
+        ledger.check_complete()
         self.proven = True
 
-    def _check_credit(self, header: PageHeader, payload_bytes: int) -> None:
+    def _check_length(self, header: PageHeader, payload_bytes: int) -> None:
         if payload_bytes != header.payload_bytes:
             raise RemoteProtocolError(
                 "page-size", f"{header.address}: header says {header.payload_bytes} bytes, the link {payload_bytes}"
             )
-        used = self._accepted + record_bytes(header.component, payload_bytes)
+
+    def _check_credit(self, header: PageHeader) -> None:
+        used = self._accepted + record_bytes(header.component, header.payload_bytes)
         if used > self._limit:
             raise RemoteProtocolError("credit", f"{header.address}: would use {used} of {self._limit} bytes of credit")
 
