@@ -21,14 +21,14 @@ from transport.link import LinkError
 
 Role = Literal["prefill", "decode", "prefill+decode"]
 Placement = Literal["local", "disaggregated"]
-KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+KvType = Literal["f16", "bf16", "f32", "q8_0"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 CONFIG_DIR: Final = "~/.config/zc-handoff"
 CONFIG_FILE: Final = f"{CONFIG_DIR}/config.toml"
 ENV_PREFIX: Final = "ZC_"
 # Read elsewhere, so not settings, and not typing errors either.
-OTHER_VARIABLES: Final = frozenset({"ZC_CONFIG"})
+OTHER_VARIABLES: Final = frozenset({"ZC_CACHE", "ZC_CONFIG"})
 MAX_API_KEY_BYTES: Final = 4096
 
 
@@ -129,11 +129,17 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
             ge=1,
             le=65536,
         ),
-    ] = 512
+    ] = 256
     page_tokens: Annotated[
         int,
-        _setting("Engine", "Tokens per exported page; divides chunk_tokens.", metavar="N", ge=1, le=65536),
-    ] = 256
+        _setting(
+            "Engine",
+            "Most tokens per exported page; divides chunk_tokens. Sliding-window models may use less.",
+            metavar="N",
+            ge=1,
+            le=65536,
+        ),
+    ] = 64
     kv_type: Annotated[KvType, _setting("Engine", "Number type of the KV cache. Equal on both hosts.")] = "f16"
     flash_attention: Annotated[Literal["on", "off"], _setting("Engine", "Flash attention. Equal on both hosts.")] = "on"
     threads: Annotated[

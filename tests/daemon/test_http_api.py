@@ -335,7 +335,8 @@ async def test_before_the_engine_is_up_a_chat_is_503_and_no_model_is_listed() ->
     service.not_serving = "worker-starting"
     async with open_door(service) as door:
         reply = await door.chat(CHAT)
-        assert (reply.status, reply.error["code"]) == (503, "worker-starting")
+        assert (reply.status, reply.error["code"]) == (503, "not-serving")
+        assert "worker-starting" in reply.error["message"]
         assert (await door.get("/v1/models")).json["data"] == []
 
 

@@ -177,8 +177,8 @@ class _FrontDoor:
         return key
 
     def _not_serving(self) -> RequestError:
-        reason = self._service.status().reason or "not-serving"
-        return RequestError(reason, f"this daemon cannot serve yet ({reason}): wait until /health answers 200", 503)
+        why = self._service.status().reason or "the engine is not up"
+        return RequestError("not-serving", f"this daemon cannot serve now: {why}; wait until /health answers 200", 503)
 
     async def _answer(
         self,

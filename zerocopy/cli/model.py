@@ -1,0 +1,126 @@
+"""`zc-handoff model`: writes tiny models to try things with, and shows what a model's state is made of (S9, U3)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Group
+from rich.text import Text
+
+from zerocopy.cli.screen import CliError, ExitCode, bytes_text, note, pairs, show, show_json, table
+from zerocopy.handoff.components import ComponentSpec, Identity
+from zerocopy.runtime.base import EngineFacts
+
+LENGTHS: Final = (1024, 8192, 32768, 65536, 131072)
+_IDENTITY: Final = {"model": "weights sha256", "tokenizer": "tokenizer sha256", "kv_type": "KV type K/V"}
+
+app = typer.Typer(name="model", no_args_is_help=True, help="Make tiny models; inspect the state of any model.")
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+
+@app.command("make")
+def make(
+    family: Annotated[
+        str, typer.Argument(help="llama, gemma3, mamba2, nemotron_h, nemotron_h_moe+mtp, qwen35+mtp ...")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="GGUF file to write.")],
+    seed: Annotated[int, typer.Option(help="Same seed, same bytes.", min=0)] = 0,
+    scale: Annotated[int, typer.Option(help="Widen the model, to have more state.", min=1, max=16)] = 1,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
+    json: Json = False,
+) -> None:
+    """Write a tiny model with random weights. It talks nonsense, but its state has every part of its family's.
+
+    zc-handoff model make nemotron_h_moe+mtp -o tiny.gguf
+    """
+    from zerocopy.runtime import models
+
+    if output.exists() and not force:
+        raise CliError(f"{output} exists: choose another name or give --force", ExitCode.USAGE)
+    try:
+        models.make(family, output, seed=seed, scale=scale)
+    except ValueError as error:
+        raise CliError(str(error), ExitCode.USAGE) from error
+    except OSError as error:
+        raise CliError(f"cannot write {output}: {error.strerror}") from error
+    size = output.stat().st_size
+    if json:
+        show_json({"family": family, "file": str(output), "bytes": size})
+    else:
+        print(f"{output}: {family}, {bytes_text(size)}")
+
+
+@app.command("show")
+def show_model(
+    file: Annotated[Path, typer.Argument(help="GGUF file.", metavar="FILE")],
+    kv_type: Annotated[str, typer.Option(help="Number type of the KV cache.")] = "f16",
+    json: Json = False,
+) -> None:
+    """Show a model's family, identity and state, with the exact bytes that a handoff moves at several prompt lengths.
+
+    The sizes are the engine's own, so this loads the model.
+    """
+    facts = _facts(file, kv_type)
+    report = describe(facts)
+    if json:
+        show_json(report)
+        return
+    identity = {_IDENTITY.get(n, n.replace("_", " ")): getattr(facts.identity, n) for n in Identity.__struct_fields__}
+    top = pairs({"name": facts.model_name, "family": facts.schema.family, "MTP": facts.mtp, **identity})
+    show(Group(top, Text(""), _inventory(facts)))
+
+
+def describe(facts: EngineFacts) -> dict[str, Any]:
+    """JSON form of `model show`."""
+    return {
+        "model": facts.model_name,
+        "family": facts.schema.family,
+        "mtp": facts.mtp,
+        "page_tokens": facts.page_tokens,
+        "identity": facts.identity,
+        "components": [
+            {
+                "name": spec.component.label,
+                "per_token": spec.per_token,
+                "layers": spec.layers,
+                "bytes": {str(n): state_bytes(spec, n, facts.page_tokens) for n in LENGTHS},
+            }
+            for spec in facts.schema.components
+        ],
+    }
+
+
+def state_bytes(spec: ComponentSpec, tokens: int, page_tokens: int) -> int:
+    """Payload bytes of one component for a state of `tokens` tokens, in the pages that a handoff uses."""
+    layers = (0, spec.layers)
+    if not spec.per_token:
+        return spec.page_bytes(layers, (0, 1))
+    step = min(page_tokens, spec.max_page_tokens)
+    whole, rest = divmod(tokens, step)
+    return whole * spec.page_bytes(layers, (0, step)) + (spec.page_bytes(layers, (0, rest)) if rest else 0)
+
+
+def _facts(file: Path, kv_type: str) -> EngineFacts:
+    from zerocopy.runtime.llama.engine import LlamaOptions, LlamaRuntime
+
+    note(f"loading {file} ...")
+    runtime = LlamaRuntime(file, LlamaOptions(kv_type_k=kv_type, kv_type_v=kv_type))
+    try:
+        return runtime.facts
+    finally:
+        runtime.close()
+
+
+def _inventory(facts: EngineFacts) -> Any:
+    columns = ["state", "layers", "grows", *(f"{n // 1024}K" for n in LENGTHS)]
+    rows = table(*columns, right=frozenset(range(3, len(columns))) | {1})
+    totals = [0] * len(LENGTHS)
+    for spec in facts.schema.components:
+        sizes = [state_bytes(spec, n, facts.page_tokens) for n in LENGTHS]
+        totals = [a + b for a, b in zip(totals, sizes, strict=True)]
+        grows = "per token" if spec.per_token else "fixed"
+        rows.add_row(spec.component.label, str(spec.layers), grows, *map(bytes_text, sizes))
+    rows.add_row(Text("all", "bold"), "", "", *(Text(bytes_text(total), "bold") for total in totals))
+    return rows
