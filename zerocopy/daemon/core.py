@@ -1,0 +1,258 @@
+"""One host's daemon without its sockets: worker, shared memory, peers and requests, wired together.
+
+Implements `GenerationService` for the front door and `LinkListener` for the peers. Owns no policy: what a request goes
+through is `generation`, what a peer's prompt goes through is `outgoing`.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+
+import msgspec
+
+from transport.link import Landing, Link, PageSink
+from zerocopy.config import DaemonConfig
+from zerocopy.daemon.forward import Forwarding
+from zerocopy.daemon.generation import Generation
+from zerocopy.daemon.memory import SharedMemory
+from zerocopy.daemon.outgoing import OutgoingService
+from zerocopy.daemon.peers import Peers
+from zerocopy.daemon.requests import Event, GenerationRequest, RequestError, ServiceStatus
+from zerocopy.daemon.telemetry import Telemetry, log_event
+from zerocopy.daemon.trace import KEPT, Trace
+from zerocopy.daemon.worker_process import WORKER_COMMAND, WorkerProcess
+from zerocopy.handoff.components import PageHeader
+from zerocopy.handoff.messages import (
+    AnyMessage,
+    CancelGenerate,
+    Generate,
+    GenerateEnd,
+    GenerateEvent,
+    Hello,
+    Prefill,
+)
+from zerocopy.runtime.base import EngineFacts
+from zerocopy.runtime.llama.engine import LlamaOptions
+from zerocopy.worker import protocol as p
+from zerocopy.worker.main import WorkerOptions
+
+
+class Core:
+    """Build inside a running event loop."""
+
+    def __init__(
+        self, config: DaemonConfig, telemetry: Telemetry, worker_command: Sequence[str] = WORKER_COMMAND
+    ) -> None:
+        self.config = config
+        self.telemetry = telemetry
+        self.roles = tuple(config.role.split("+"))
+        self.advertised: tuple[str, ...] = ()
+        self._boot_id = secrets.token_bytes(16)
+        self._traces: deque[Trace] = deque(maxlen=KEPT)
+        self._draining = False
+        self.memory = SharedMemory(
+            export="prefill" in self.roles,
+            landing="decode" in self.roles,
+            rings=config.rings,
+            ring_bytes=config.ring_mib << 20,
+        )
+        self.worker = WorkerProcess(
+            worker_options(config), self._attach, self._engine_changed, self.memory.recover, worker_command
+        )
+        self.peers = Peers(config.peers, self._hello, self)
+        self.outgoing = OutgoingService(self.worker, self.memory, self._keep)
+        self.generation = Generation(config, telemetry, self.worker, self.memory, self.peers, self._keep)
+        self.forwarding = Forwarding(self.generate)
+
+    # -- GenerationService ---------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+        self.telemetry.request_started()
+        outcome, reason = "cancelled", "cancelled"
+        try:
+            if self._draining:
+                raise RequestError("shutdown", "this host is shutting down", 503)
+            if request.proof_key is not None and not self.config.allow_proofs:
+                raise RequestError("proofs-off", "this host gives no proofs: start it with --allow-proofs", 403)
+            async for event in self._route(request):
+                yield event
+            outcome, reason = "ok", "ok"
+        except RequestError as error:
+            outcome, reason = "failed", error.reason
+            raise
+        finally:
+            self.telemetry.request_ended(outcome, reason, "none")  # type: ignore[arg-type]
+
+    def _route(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+        """Here, or on a decode peer when this host only prefills."""
+        if "decode" in self.roles:
+            return self.generation.generate(request)
+        link = self.peers.decoder()
+        if link is None:
+            raise RequestError("no-decoder", "this host only prefills and no decode peer is connected", 503, 1.0)
+        return self.forwarding.forward(link, request)
+
+    def status(self) -> ServiceStatus:
+        reason = None
+        if self._draining:
+            reason = "shutting down"
+        elif self.worker.facts is None:
+            reason = self.worker.reason
+        elif "decode" not in self.roles and self.peers.decoder() is None:
+            reason = "no decode peer is connected"
+        return ServiceStatus(serving=reason is None, reason=reason, detail=self._detail())
+
+    def model_name(self) -> str | None:
+        return self.worker.facts.model_name if self.worker.facts else None
+
+    def chat_template(self) -> tuple[str, str, str] | None:
+        facts = self.worker.facts
+        if facts is None or facts.chat_template is None:
+            return None
+        return facts.chat_template, facts.bos_token, facts.eos_token
+
+    def metrics_text(self) -> bytes:
+        self.telemetry.serving(self.status().serving)
+        self.telemetry.reserved(self.memory.reserved_bytes())
+        for peer in self.peers.all():
+            stats = peer.link.stats if peer.link else None
+            self.telemetry.link(peer.name, up=stats is not None, rtt_s=stats.rtt_s if stats else None)
+        return self.telemetry.exposition()
+
+    def _detail(self) -> dict[str, object]:
+        facts = self.worker.facts
+        return {
+            "name": self.config.name,
+            "roles": list(self.roles),
+            "advertise": list(self.advertised),
+            "engine": msgspec.to_builtins(facts.identity) if facts else None,
+            "model": facts.model_name if facts else None,
+            "n_ctx": facts.n_ctx if facts else None,
+            "worker": {
+                "pid": self.worker.pid,
+                "restarts": self.worker.restarts,
+                "state": self.worker.reason or "ready",
+            },
+            "reserved_bytes": self.memory.reserved_bytes(),
+            "handoffs_out": self.outgoing.running,
+            "handoffs_in": len(self.generation.incoming),
+            "peers": [
+                {
+                    "name": peer.name,
+                    "connected": peer.link is not None,
+                    "roles": list(peer.hello.roles) if peer.hello else [],
+                    "transport": peer.link.transport if peer.link else None,
+                    "rtt_ms": 1e3 * rtt if peer.link and (rtt := peer.link.stats.rtt_s) is not None else None,
+                    "last_error": None if peer.link else peer.last_error,
+                }
+                for peer in self.peers.all()
+            ],
+            "recent_handoffs": [msgspec.to_builtins(trace) for trace in self._traces],
+        }
+
+    # -- LinkListener --------------------------------------------------------------------------------------
+
+    def sink(self, link: Link) -> PageSink:
+        return _PageDoor(self, link)
+
+    def peer_message(self, link: Link, message: AnyMessage) -> None:
+        match message:
+            case Prefill():
+                self._prefill(link, message)
+            case Generate() | GenerateEvent() | GenerateEnd() | CancelGenerate():
+                self.forwarding.message(link, message)
+            case Hello():
+                pass  # `Peers` has taken it
+            case _:
+                handoff = self.generation.incoming.get(message.handoff_id)
+                if handoff is not None and handoff.link is link:
+                    handoff.message(message)
+                else:
+                    self.outgoing.message(link, message)
+
+    def link_lost(self, link: Link, reason: str) -> None:
+        self.generation.link_lost(link, reason)
+        self.outgoing.link_lost(link, reason)
+        self.forwarding.link_lost(link)
+
+    def _prefill(self, link: Link, message: Prefill) -> None:
+        if "prefill" not in self.roles:
+            self.outgoing.refuse(link, message, "role", f"{self.config.name} does not prefill: its role is decode")
+        elif self._draining:
+            self.outgoing.refuse(link, message, "shutdown", f"{self.config.name} is shutting down")
+        else:
+            self.outgoing.prefill(link, message)
+
+    # -- engine --------------------------------------------------------------------------------------------
+
+    def _attach(self, facts: EngineFacts) -> tuple[p.Attach, Sequence[int]]:
+        log_event("engine ready", model=facts.model_name, detail=f"{facts.schema.family}, MTP {facts.mtp}")
+        return self.memory.attach(facts.schema)
+
+    def _engine_changed(self) -> None:
+        self.telemetry.serving(self.worker.facts is not None)
+        if self.worker.facts is None:
+            self.telemetry.worker_restarted("worker-lost")
+        self.peers.announce()
+
+    def _hello(self) -> Hello:
+        return Hello(
+            boot_id=self._boot_id,
+            name=self.config.name,
+            roles=self.roles,
+            addresses=self.advertised,
+            transports=("tcp",),
+            identity=self.worker.facts.identity if self.worker.facts else None,
+        )
+
+    def _keep(self, trace: Trace) -> None:
+        self._traces.append(trace)
+        self.telemetry.handoff_ended(trace.record())
+        log_event(
+            "handoff ended", handoff=trace.handoff, role=trace.role, peer=trace.peer,
+            state=trace.outcome, reason=trace.reason, level=logging.INFO,
+        )  # fmt: skip
+
+    async def stop(self) -> None:
+        """Refuse what is new, end what runs, stop the worker, free the memory."""
+        self._draining = True
+        await self.forwarding.stop()
+        await self.outgoing.stop()
+        await self.worker.stop()
+
+
+class _PageDoor:
+    """Finds the handoff of each page that comes in over one link. Called on receiver threads."""
+
+    def __init__(self, core: Core, link: Link) -> None:
+        self._core = core
+        self._link = link
+
+    def claim(self, header: bytes, payload_bytes: int) -> Landing | None:
+        page = PageHeader.unpack(header)
+        handoff = self._core.generation.incoming.get(page.handoff_id)
+        if handoff is None or handoff.link is not self._link:
+            self._core.telemetry.late_page()  # of a handoff that is over, or never was: dropped
+            return None
+        return handoff.claim(page, payload_bytes)
+
+
+def worker_options(config: DaemonConfig) -> WorkerOptions:
+    """What the worker's command line says."""
+    return WorkerOptions(
+        model=str(config.model),
+        roles=tuple(config.role.split("+")),
+        llama=LlamaOptions(
+            n_ctx=config.n_ctx,
+            chunk_tokens=config.chunk_tokens,
+            page_tokens=config.page_tokens,
+            kv_type_k=config.kv_type,
+            kv_type_v=config.kv_type,
+            flash_attention=config.flash_attention == "on",
+            threads=config.threads,
+            mtp=config.mtp != "off",
+        ),
+    )

@@ -1,0 +1,145 @@
+"""A front door on a host that does not decode: the request travels to a peer that does, its events travel back.
+
+Both ends are here. The serving end runs the request as if it had come to its own front door. Bound: `MAX_FORWARDED`
+requests per link; a cancelled or lost request is cancelled at the other end too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from typing import Final
+
+import msgspec
+
+from transport.link import Link, LinkError
+from zerocopy.daemon.requests import Event, GenerationRequest, RequestError
+from zerocopy.handoff.errors import RemoteProtocolError
+from zerocopy.handoff.messages import CancelGenerate, Generate, GenerateEnd, GenerateEvent, encode
+
+MAX_FORWARDED: Final = 256
+
+_requests: Final = msgspec.msgpack.Decoder(GenerationRequest)
+_events: Final = msgspec.msgpack.Decoder(Event)
+
+
+class _Failure(msgspec.Struct, frozen=True):
+    """Payload of an unsuccessful GENERATE-END: what the other front door would have answered."""
+
+    status: int
+    retry_after_s: float | None
+
+
+class Forwarding:
+    """Sends requests to decode peers and serves those of others through `generate`."""
+
+    def __init__(self, generate: Callable[[GenerationRequest], AsyncGenerator[Event, None]]) -> None:
+        self._generate = generate
+        self._asked: dict[bytes, tuple[Link, asyncio.Queue[GenerateEvent | GenerateEnd]]] = {}
+        self._serving: dict[tuple[Link, bytes], asyncio.Task[None]] = {}
+
+    async def forward(self, link: Link, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+        """Implements `GenerationService.generate` through a peer."""
+        request_id = secrets.token_bytes(16)
+        inbox: asyncio.Queue[GenerateEvent | GenerateEnd] = asyncio.Queue()
+        self._asked[request_id] = (link, inbox)
+        ended = False
+        try:
+            link.send(encode(Generate(request_id=request_id, payload=msgspec.msgpack.encode(request))))
+            while not ended:
+                message = await inbox.get()
+                ended = isinstance(message, GenerateEnd)
+                if isinstance(message, GenerateEvent):
+                    yield _event(message)
+                else:
+                    _raise_failure(message, link.peer)
+        except LinkError as error:
+            raise RequestError("link-lost", f"the decode peer {link.peer} cannot be reached: {error}") from None
+        finally:
+            del self._asked[request_id]
+            if not ended:
+                _send(link, CancelGenerate(request_id=request_id))
+
+    def message(self, link: Link, message: Generate | GenerateEvent | GenerateEnd | CancelGenerate) -> None:
+        match message:
+            case Generate():
+                self._serve(link, message)
+            case CancelGenerate():
+                if task := self._serving.get((link, message.request_id)):
+                    task.cancel()
+            case _:
+                asked = self._asked.get(message.request_id)
+                if asked is not None and asked[0] is link:
+                    asked[1].put_nowait(message)
+
+    def link_lost(self, link: Link) -> None:
+        for (over, _request_id), task in list(self._serving.items()):
+            if over is link:
+                task.cancel()
+        for request_id, (over, inbox) in self._asked.items():
+            if over is link:
+                sentence = f"the link to the decode peer {link.peer} closed"
+                inbox.put_nowait(GenerateEnd(request_id=request_id, reason="link-lost", message=sentence))
+
+    async def stop(self) -> None:
+        for task in list(self._serving.values()):
+            task.cancel()
+        await asyncio.gather(*self._serving.values(), return_exceptions=True)
+
+    def _serve(self, link: Link, message: Generate) -> None:
+        key = (link, message.request_id)
+        if key in self._serving:
+            raise RemoteProtocolError("duplicate-request", "GENERATE with a request id that is in use")
+        if len(self._serving) >= MAX_FORWARDED:
+            _send(link, _failed(message.request_id, RequestError("queue-full", "the decode host's queue is full")))
+            return
+        task = asyncio.create_task(self._run(link, message))
+        self._serving[key] = task
+        task.add_done_callback(lambda _: self._serving.pop(key, None))
+
+    async def _run(self, link: Link, message: Generate) -> None:
+        try:
+            request = _requests.decode(message.payload)
+        except msgspec.DecodeError:
+            error = RequestError("message", "the decode host cannot read the request: install the same version on both")
+            _send(link, _failed(message.request_id, error))
+            return
+        try:
+            async with contextlib.aclosing(self._generate(request)) as events:
+                async for event in events:
+                    payload = msgspec.msgpack.encode(event)
+                    link.send(encode(GenerateEvent(request_id=message.request_id, payload=payload)))
+            link.send(encode(GenerateEnd(request_id=message.request_id)))
+        except RequestError as error:
+            _send(link, _failed(message.request_id, error))
+        except LinkError:
+            pass  # nobody is left to tell
+
+
+def _event(message: GenerateEvent) -> Event:
+    try:
+        return _events.decode(message.payload)
+    except msgspec.DecodeError:
+        raise RequestError("message", "the decode host's answer cannot be read: install the same version") from None
+
+
+def _raise_failure(end: GenerateEnd, peer: str) -> None:
+    if end.reason is None:
+        return
+    try:
+        failure = msgspec.msgpack.decode(end.payload, type=_Failure) if end.payload else _Failure(503, None)
+    except msgspec.DecodeError:
+        failure = _Failure(502, None)
+    raise RequestError(end.reason, f"{peer}: {end.message}", failure.status, failure.retry_after_s)
+
+
+def _failed(request_id: bytes, error: RequestError) -> GenerateEnd:
+    payload = msgspec.msgpack.encode(_Failure(error.status, error.retry_after_s))
+    return GenerateEnd(request_id=request_id, payload=payload, reason=error.reason, message=str(error)[:1024])
+
+
+def _send(link: Link, message: GenerateEnd | CancelGenerate) -> None:
+    with contextlib.suppress(LinkError):
+        link.send(encode(message))

@@ -1,0 +1,329 @@
+"""One request from prompt to last token on a host that decodes: tokenize, place, hand off or prefill here, generate.
+
+Requests take turns on the decode lane; waiting for the turn is queueing and bounded by `queue_s`. A handoff that fails
+falls back to local prefill where that is allowed, and the response says so; nothing is generated from a state that was
+not committed (H3). Owns the turn and the table of incoming handoffs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from typing import Any
+
+from planner.placement import Decision, choose
+from transport.link import Link
+from zerocopy.config import DaemonConfig
+from zerocopy.daemon.incoming import HandoffFailed, Incoming
+from zerocopy.daemon.memory import SharedMemory
+from zerocopy.daemon.peers import Peers
+from zerocopy.daemon.requests import (
+    Delta,
+    Event,
+    Finished,
+    GenerationRequest,
+    PlacementMode,
+    RequestError,
+    Started,
+)
+from zerocopy.daemon.telemetry import Telemetry, log_event
+from zerocopy.daemon.trace import Trace, busy
+from zerocopy.daemon.worker_process import Job, JobFailed, WorkerLost, WorkerProcess
+from zerocopy.handoff.sink import SinkHandoff
+from zerocopy.runtime.base import EngineFacts
+from zerocopy.worker import protocol as p
+
+# A new worker is up within seconds for small models; a client that waits this long finds it, or is told again.
+WORKER_RETRY_S = 2.0
+
+
+class Generation:
+    """The request path of one host."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        telemetry: Telemetry,
+        worker: WorkerProcess,
+        memory: SharedMemory,
+        peers: Peers,
+        on_trace: Callable[[Trace], None],
+    ) -> None:
+        self.config = config
+        self.telemetry = telemetry
+        self.worker = worker
+        self.memory = memory
+        self.peers = peers
+        self.on_trace = on_trace
+        self.incoming: dict[bytes, Incoming] = {}
+        self._turn = asyncio.Lock()
+        self._epochs = itertools.count(1)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+        """Implements `GenerationService.generate` for a host with a decode lane."""
+        arrived = time.monotonic()
+        try:
+            tokens = await self._tokens(request)
+            facts = self._facts()
+            _check_size(request, tokens, facts)
+            decision = self._decide(request, tokens, facts)
+            session = _Session(self, request, tokens, decision, arrived)
+            async with self._lane_turn():
+                try:
+                    async for event in session.run():
+                        yield event
+                finally:
+                    await _finish(session.close())
+        except WorkerLost as error:
+            raise RequestError("worker-lost", str(error), 503, WORKER_RETRY_S) from None
+        except JobFailed as error:
+            raise RequestError(error.reason, str(error), 500) from None
+
+    def next_epoch(self) -> int:
+        return next(self._epochs)
+
+    def link_lost(self, link: Link, reason: str) -> None:
+        for handoff in list(self.incoming.values()):
+            if handoff.link is link:
+                handoff.fail("link-lost", f"the link to {link.peer} closed: {reason}")
+
+    def _facts(self) -> EngineFacts:
+        if self.worker.facts is None:
+            raise WorkerLost(self.worker.reason)
+        return self.worker.facts
+
+    async def _tokens(self, request: GenerationRequest) -> list[int]:
+        if isinstance(request.prompt, list):
+            tokens = request.prompt
+        else:
+            tokens = await self.worker.tokenize(request.prompt, parse_special=request.parse_special)
+        vocabulary = self._facts().n_vocab
+        if any(not 0 <= token < vocabulary for token in tokens):
+            raise RequestError("token-id", f"prompt has a token id outside 0 to {vocabulary - 1}", 400)
+        return tokens
+
+    def _decide(self, request: GenerationRequest, tokens: list[int], facts: EngineFacts) -> Decision:
+        decision = choose(
+            request.placement or self.config.placement,
+            len(tokens),
+            self.peers.prefillers(facts.identity),
+            allow_fallback=self.fallback_allowed(request),
+        )
+        if decision.refused:
+            raise RequestError("no-prefiller", decision.refused, 503)
+        return decision
+
+    def fallback_allowed(self, request: GenerationRequest) -> bool:
+        return self.config.allow_fallback if request.allow_fallback is None else request.allow_fallback
+
+    @contextlib.asynccontextmanager
+    async def _lane_turn(self) -> AsyncIterator[None]:
+        try:
+            await asyncio.wait_for(self._turn.acquire(), self.config.queue_s)
+        except TimeoutError:
+            raise RequestError("queue-deadline", f"no turn within {self.config.queue_s:g} s", 503, 1.0) from None
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+
+class _Session:
+    """One request while it has the decode lane."""
+
+    def __init__(
+        self, service: Generation, request: GenerationRequest, tokens: list[int], decision: Decision, arrived: float
+    ) -> None:
+        self._service = service
+        self._request = request
+        self._tokens = tokens
+        self._decision = decision
+        self._arrived = arrived
+        self._placement: PlacementMode = decision.placement
+        self._prefiller: str | None = None
+        self._fallback = decision.fallback_reason
+        self._trace: Trace | None = None
+        self._job: Job | None = None
+        self._deadline = arrived + min(request.deadline_s or service.config.request_s, service.config.request_s)
+        self._first_token: float | None = None
+
+    async def run(self) -> AsyncGenerator[Event, None]:
+        if self._placement == "disaggregated" and self._decision.prefiller is not None:
+            await self._hand_off(self._decision.prefiller)
+        if self._placement == "local":
+            self._job = self._service.worker.open_job()
+            self._service.worker.send(self._worker_request(self._job))
+        async for event in self._events():
+            yield event
+
+    async def close(self) -> None:
+        """Free whatever is held, at any stage."""
+        if self._job is not None:
+            await self._job.release()
+
+    # -- the state -----------------------------------------------------------------------------------------
+
+    async def _hand_off(self, prefiller: str) -> None:
+        """Bring the state from a peer; on failure fall back, or raise."""
+        try:
+            await self._receive(prefiller)
+            self._prefiller = prefiller
+        except HandoffFailed as error:
+            log_event("handoff failed", reason=error.reason, detail=str(error), peer=prefiller)
+            if not self._service.fallback_allowed(self._request):
+                raise RequestError(error.reason, f"the handoff from {prefiller} failed: {error}", 503) from None
+            self._placement, self._fallback, self._job = "local", error.reason, None
+
+    async def _receive(self, prefiller: str) -> None:
+        service, config = self._service, self._service.config
+        link, facts = service.peers.link_to(prefiller), service.worker.facts
+        if link is None or facts is None:
+            raise HandoffFailed("link-lost", f"the link to {prefiller} closed before the handoff began")
+        handoff_id = secrets.token_bytes(16)
+        machine = SinkHandoff(
+            handoff_id, facts.identity, facts.schema, self._tokens,
+            tenant="", probe=config.probe, queue_deadline_s=config.queue_s, now=time.monotonic(),
+        )  # fmt: skip
+        handoff = Incoming(link, machine, service.worker, service.memory, self._tokens)
+        self._job, self._trace = service.worker.open_job(), handoff.trace
+        service.incoming[handoff_id] = handoff
+        request, epoch = self._worker_request(self._job, probe=config.probe), service.next_epoch()
+        receiving = asyncio.create_task(handoff.receive(self._job, request, epoch=epoch, transfer_s=config.transfer_s))
+        try:
+            await asyncio.shield(receiving)
+        except asyncio.CancelledError:
+            handoff.fail("cancelled", "the client is gone")
+            with contextlib.suppress(HandoffFailed):
+                await receiving
+            raise
+        finally:
+            service.incoming.pop(handoff_id, None)
+            service.on_trace(handoff.trace)
+
+    def _worker_request(self, job: Job, *, probe: bool = False) -> p.Generate:
+        request = self._request
+        return p.Generate(
+            job=job.number,
+            tokens=self._tokens,
+            max_tokens=request.max_tokens,
+            sampling=request.sampling,
+            stop=request.stop,
+            proof_key=bytes.fromhex(request.proof_key) if request.proof_key else None,
+            probe=probe,
+        )
+
+    # -- the tokens ----------------------------------------------------------------------------------------
+
+    async def _events(self) -> AsyncGenerator[Event, None]:
+        while True:
+            message = await self._next()
+            if self._first_token is None:
+                self._first_token = time.monotonic()
+                self._service.telemetry.first_token(self._placement, self._first_token - self._arrived)
+                yield Started(self._placement, self._prefiller, self._fallback, len(self._tokens))
+            if isinstance(message, p.TextDelta):
+                yield Delta(message.text, message.tokens)
+            elif isinstance(message, p.Generated):
+                yield self._finished(message)
+                return
+
+    async def _next(self) -> p.TextDelta | p.Generated:
+        assert self._job is not None
+        while True:
+            try:
+                message = await asyncio.wait_for(self._job.next(), max(0.0, self._deadline - time.monotonic()))
+            except TimeoutError:
+                raise RequestError("request-deadline", "the request ran out of time", 504) from None
+            if isinstance(message, p.TextDelta | p.Generated):
+                return message
+
+    def _finished(self, done: p.Generated) -> Finished:
+        assert self._first_token is not None
+        after_first = max(0.0, done.marks["generated"] - done.marks["first_token"])
+        self._service.telemetry.generated(self._placement, done.completion_tokens, after_first)
+        return Finished(
+            reason=done.reason,
+            prompt_tokens=len(self._tokens),
+            completion_tokens=done.completion_tokens,
+            timings=self._timings(done, after_first),
+            proof=done.proof,
+        )
+
+    def _timings(self, done: p.Generated, after_first: float) -> dict[str, object]:
+        """llama-server's names where it has them, ours beside them."""
+        assert self._first_token is not None
+        prompt_s = done.marks["evaluated"] - done.marks["started"]
+        more = done.completion_tokens - 1
+        timings: dict[str, object] = {
+            "prompt_n": len(self._tokens),
+            "prompt_ms": 1e3 * prompt_s,
+            "predicted_n": done.completion_tokens,
+            "predicted_ms": 1e3 * after_first,
+            "predicted_per_second": more / after_first if more and after_first else None,
+            "ttft_ms": 1e3 * (self._first_token - self._arrived),
+            "prompt_tokens_evaluated_here": done.prompt_tokens_evaluated,
+        }
+        if self._trace is not None and self._prefiller is not None:
+            timings["handoff"] = handoff_figures(self._trace)
+        else:
+            timings["prompt_tokens_evaluated_here"] = len(self._tokens)
+        return timings
+
+
+def handoff_figures(trace: Trace) -> dict[str, object]:
+    """What a response tells of its handoff (M1)."""
+    sent = int(trace.source.get("kv_bytes_sent_before_prefill_end", 0))
+    tail = trace.seconds("prefilled", "committed")
+    source = trace.source
+    components = [
+        {"name": name, "bytes": nbytes, "pages": trace.component_pages[name]}
+        for name, nbytes in trace.component_bytes.items()
+    ]
+
+    def ms(seconds: float | None) -> float | None:
+        return None if seconds is None else 1e3 * seconds
+
+    return {
+        "id": trace.handoff,
+        "prefiller": trace.peer,
+        "transport": trace.transport,
+        "components": components,
+        "kv_bytes": trace.kv_bytes,
+        "kv_bytes_sent_before_prefill_end": sent,
+        "overlap_fraction": sent / trace.kv_bytes if trace.kv_bytes else None,
+        "tail_ms": ms(tail),
+        "queue_ms": ms(trace.seconds("asked", "granted")),
+        "prefill_ms": ms(source["prefilled"] - source["started"]),
+        "export_ms": ms(source["export_busy_s"]),
+        "wire_ms": ms(busy(trace.wire)),
+        "import_ms": ms(busy(trace.imports)),
+        "commit_ms": ms(trace.seconds("imported", "committed")),
+        "probe_ms": ms(source["probe_ended"] - source["probe_started"] if "probe_ended" in source else None),
+    }
+
+
+def _check_size(request: GenerationRequest, tokens: list[int], facts: EngineFacts) -> None:
+    if not tokens:
+        raise RequestError("empty-prompt", "the prompt has no tokens", 400)
+    needed = len(tokens) + request.max_tokens
+    if needed > facts.n_ctx:
+        raise RequestError(
+            "context-length",
+            f"prompt of {len(tokens)} tokens and max_tokens {request.max_tokens} need {needed} tokens of context, "
+            f"this host has {facts.n_ctx}: shorten the prompt, lower max_tokens or start with a larger --n-ctx",
+            400,
+        )
+
+
+async def _finish(ending: Coroutine[Any, Any, None]) -> None:
+    """Run an ending to its end even while the caller is being cancelled."""
+    task = asyncio.ensure_future(ending)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise

@@ -1,0 +1,78 @@
+"""`zc-handoff daemon`: binds the sockets, runs the core on uvloop until SIGTERM or SIGINT, leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+import uvloop
+from aiohttp import web
+
+from transport.keys import KeyStore
+from transport.link import LinkError
+from transport.tcp import TcpEndpoint
+from zerocopy.config import DaemonConfig
+from zerocopy.daemon.core import Core
+from zerocopy.daemon.http_api import make_app, start
+from zerocopy.daemon.telemetry import Telemetry, configure_logging, log_event
+from zerocopy.daemon.worker_process import WORKER_COMMAND
+
+EXIT_OK: Final = 0
+EXIT_FAILED: Final = 1
+
+
+def run(config: DaemonConfig, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
+    """Serve until told to stop. Returns the exit code."""
+    configure_logging(config.log_level, config.log_format)
+    return uvloop.run(serve(config, worker_command))
+
+
+async def serve(config: DaemonConfig, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
+    """The daemon's life on the running event loop."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    core = Core(config, Telemetry(config.peers), worker_command)
+    endpoint = TcpEndpoint(KeyStore(config.keys), core.peers, streams=config.streams)
+    try:
+        front = await _bind(config, core, endpoint)
+    except (OSError, LinkError) as error:
+        print(f"zc-handoff: {error}", file=sys.stderr)
+        await endpoint.close()
+        return EXIT_FAILED
+    engine = asyncio.create_task(core.worker.run())
+    dialling = asyncio.create_task(core.peers.dial(endpoint))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({engine, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    log_event("stopping")
+    dialling.cancel()
+    await front.cleanup()
+    await core.stop()
+    engine.cancel()
+    await endpoint.close()
+    with contextlib.suppress(asyncio.CancelledError):
+        await engine
+    core.memory.close()
+    if core.worker.start_failed is not None:
+        print(f"zc-handoff: {core.worker.start_failed.message}", file=sys.stderr)
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+async def _bind(config: DaemonConfig, core: Core, endpoint: TcpEndpoint) -> web.AppRunner:
+    """Both doors open, or an error that names the address."""
+    try:
+        bound = await endpoint.listen(config.listen)
+    except OSError as error:
+        raise OSError(f"cannot listen on {config.listen}: {error.strerror or error}") from error
+    core.advertised = (config.advertise or bound,)
+    try:
+        runner, http = await start(make_app(core, config), config.http)
+    except OSError as error:
+        raise OSError(f"cannot serve HTTP on {config.http}: {error.strerror or error}") from error
+    log_event("listening", address=bound, detail=f"HTTP on http://{http}")
+    return runner

@@ -1,0 +1,348 @@
+"""The prefiller's side: serves PREFILLs of peers, one after another on the worker's prefill lane.
+
+Owns each handoff's queueing, its lease of export memory, the pump from ring and slab to the link, and its ending: the
+worker lets go first, then the memory is wiped and lent again. All on the event loop's thread; a page costs a few
+Python calls, its bytes are moved by the link's threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from native.ring import Record
+from transport.link import Link, LinkError
+from zerocopy.daemon.memory import Lease, SharedMemory
+from zerocopy.daemon.trace import Trace, busy
+from zerocopy.daemon.worker_process import Job, JobFailed, WorkerLost, WorkerProcess
+from zerocopy.handoff.components import HEADER_BYTES, SNAPSHOT, ComponentSpec, PageHeader
+from zerocopy.handoff.errors import HandoffError
+from zerocopy.handoff.machine import Action, Ended, Release, Send
+from zerocopy.handoff.messages import Abort, HandoffMessage, Prefill, encode, unpack_tokens
+from zerocopy.handoff.source import SourceHandoff
+from zerocopy.worker import protocol as p
+
+# A peer may queue this many prompts here before it is refused: the queue deadline bounds time, this bounds memory.
+MAX_QUEUED: Final = 256
+
+
+class _Page:
+    """One page on its way: where it lies and what frees it."""
+
+    def __init__(self, header: PageHeader, packed: bytes, payload: memoryview, record: Record | None) -> None:
+        self.header = header
+        self.packed = packed
+        self.payload = payload
+        self.record = record
+
+    def free(self) -> None:
+        self.payload.release()
+        if self.record is not None:
+            self.record.release()
+
+
+class Outgoing:
+    """One handoff leaving this host."""
+
+    def __init__(self, service: OutgoingService, link: Link, prefill: Prefill) -> None:
+        facts = service.worker.facts
+        assert facts is not None
+        self._service = service
+        self.link = link
+        self._tokens = unpack_tokens(prefill.prompt)
+        self._schema = facts.schema
+        largest = max(_largest_page(spec, facts.page_tokens, len(self._tokens)) for spec in facts.schema.components)
+        now = time.monotonic()
+        self.machine = SourceHandoff(prefill, facts.identity, facts.schema, largest_page=largest, now=now)
+        self.trace = Trace(prefill.handoff_id.hex(), "prefiller", link.peer, link.transport, len(self._tokens))
+        self.trace.marks["asked"] = now
+        self._wake = asyncio.Event()
+        self._lease: Lease | None = None
+        self._job: Job | None = None
+        self._head: _Page | None = None  # read from the ring, waiting for credit or its turn
+        self._parts: deque[p.SlabPart] = deque()
+        self._sending: set[asyncio.Future[None]] = set()
+        self._prefilled: p.Prefilled | None = None
+        self._drained = asyncio.Event()
+
+    async def run(self, turn: asyncio.Lock) -> None:
+        """From the queue to the end; never raises for what can go wrong with a handoff."""
+        try:
+            if await self._lane(turn):
+                try:
+                    await self._serve()
+                finally:
+                    turn.release()
+        finally:
+            self._service.ended(self)
+
+    def message(self, message: HandoffMessage) -> None:
+        self._do(self.machine.receive(message, time.monotonic()))
+
+    def fail(self, reason: str, message: str) -> None:
+        self._do(self.machine.fail(reason, message))
+
+    # -- stages --------------------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        try:
+            self._do(self.machine.reserve())
+            while self.machine.grant is None and not self.machine.over:
+                await self._sleep()
+            if not self.machine.over:
+                self.trace.marks["granted"] = time.monotonic()
+                await self._transfer()
+        except HandoffError as error:
+            self._do(self.machine.fail_with(error))
+        except WorkerLost as error:
+            self.fail("worker-lost", str(error))
+        finally:
+            if not self.machine.over:  # cancelled: the daemon is stopping
+                self.fail("shutdown", "the prefiller is shutting down")
+            await self._end()
+
+    async def _transfer(self) -> None:
+        grant = self.machine.grant
+        assert grant is not None
+        lease = self._lease = self._service.memory.lend("export", grant.epoch)
+        if lease is None:
+            self.fail("no-memory", "the prefiller has no free export ring: raise --rings")
+            return
+        self._job = self._service.worker.open_job()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(lease.ring.data_fd, self._data_bell)
+        listener = loop.create_task(self._listen(self._job))
+        try:
+            self._service.worker.send(
+                p.Prefill(
+                    job=self._job.number,
+                    tokens=self._tokens,
+                    handoff_id=self.machine.handoff_id,
+                    epoch=grant.epoch,
+                    seed=grant.seed,
+                    ring=lease.ring_index,
+                    slab=lease.slab_index,
+                    probe=self.machine.probe,
+                )
+            )
+            while not self.machine.over:
+                self._pump(lease)
+                await self._sleep()
+        finally:
+            loop.remove_reader(lease.ring.data_fd)
+            listener.cancel()
+
+    async def _listen(self, job: Job) -> None:
+        """The worker's reports on this job."""
+        try:
+            while True:
+                match await job.next():
+                    case p.ChunkDone() as chunk:
+                        self.trace.chunks.append((chunk.started, chunk.ended, chunk.tokens))
+                    case p.SnapshotReady() as snapshot:
+                        self._parts.extend(snapshot.parts)
+                    case p.Prefilled() as prefilled:
+                        self._prefilled = prefilled
+                        self.trace.marks.update(prefilled.marks)
+                        self.trace.exports.extend(prefilled.exports)
+                self._wake.set()
+        except JobFailed as error:
+            self.fail(error.reason, str(error))
+        except WorkerLost as error:
+            self.fail("worker-lost", str(error))
+
+    async def _end(self) -> None:
+        """Free everything: links first, then the worker, then memory. Also runs while the daemon stops."""
+        for future in self._sending:
+            future.cancel()
+        await self._drained.wait()
+        if self._head is not None:
+            self._head.free()
+            self._head = None
+        if self._job is not None:
+            await self._job.release()
+        if self._lease is not None:
+            self._lease.end()
+
+    # -- the pump ------------------------------------------------------------------------------------------
+
+    def _data_bell(self) -> None:
+        if self._lease is not None:
+            self._lease.ring.clear_data_bell()
+        self._wake.set()
+
+    def _pump(self, lease: Lease) -> None:
+        """Hand every page that is there, next in order and within credit, to the link; then the manifest."""
+        while (page := self._next_page(lease)) is not None and self.machine.may_send(page.header):
+            self._head = None
+            self._send(page)
+        done = self._prefilled
+        if done is not None and self.machine.next_sequence == done.pages and "manifest" not in self.trace.marks:
+            self.trace.marks["manifest"] = time.monotonic()
+            self._do(self.machine.manifest(done.target_position, done.mtp_position, self._timings()))
+
+    def _next_page(self, lease: Lease) -> _Page | None:
+        """The page whose turn it is, from the ring or from the slab; None while it is not there."""
+        if self._head is None and (record := lease.ring.read()) is not None:
+            packed = bytes(record.view[:HEADER_BYTES])
+            self._head = _Page(PageHeader.unpack(packed), packed, record.view[HEADER_BYTES:], record)
+        turn = self.machine.next_sequence
+        if self._head is not None and self._head.header.sequence == turn:
+            return self._head
+        if self._parts and lease.slab is not None:
+            part = self._parts[0]
+            header = PageHeader.unpack(part.header)
+            if header.sequence == turn:
+                self._parts.popleft()
+                return _Page(header, part.header, lease.slab.view(part.offset, part.nbytes), None)
+        if self._head is not None and self._prefilled is not None and not self._parts:
+            # Everything is exported and still the page whose turn it is does not exist: an exporter left one out.
+            raise HandoffError(
+                "page-missing", f"the exporter skipped page {turn}; {self._head.header.address} is number "
+                f"{self._head.header.sequence}"
+            )  # fmt: skip
+        return None
+
+    def _send(self, page: _Page) -> None:
+        self.machine.page_sent(page.header)
+        began = time.monotonic()
+        try:
+            future = self.link.send_page(page.packed, page.payload)
+        except LinkError as error:
+            page.free()
+            self._do(self.machine.page_done())
+            self.fail(error.reason, str(error))
+            return
+        self._sending.add(future)
+        future.add_done_callback(lambda done: self._sent(done, page, began))
+
+    def _sent(self, future: asyncio.Future[None], page: _Page, began: float) -> None:
+        self._sending.discard(future)
+        last = self.trace.wire[-1][1] if self.trace.wire else began
+        page.free()
+        if not future.cancelled() and (error := future.exception()) is not None:
+            reason = error.reason if isinstance(error, LinkError) else "link-lost"
+            self.fail(reason, str(error))
+        elif not future.cancelled():
+            span = (max(began, last), time.monotonic(), page.header.payload_bytes)
+            self.trace.page(page.header.component, span)
+        self._do(self.machine.page_done())
+        self._wake.set()
+
+    def _timings(self) -> dict[str, float]:
+        """Figures for the decoder, in seconds after GRANT reached this host, and plain sizes."""
+        trace, granted = self.trace, self.trace.marks["granted"]
+        moments = {name: at - granted for name, at in trace.marks.items()}
+        return {
+            **moments,
+            "export_busy_s": busy(trace.exports),
+            "chunks": float(len(trace.chunks)),
+            "kv_bytes_sent_before_prefill_end": float(trace.kv_bytes_by(trace.marks["prefilled"])),
+        }
+
+    # -- plumbing ------------------------------------------------------------------------------------------
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(message):
+                    with contextlib.suppress(LinkError):  # a lost link ends the handoff through link_lost
+                        self.link.send(encode(message))
+                case Ended(outcome):
+                    self.trace.outcome = "committed" if outcome.committed else "aborted"
+                    self.trace.reason = outcome.reason
+                    self.trace.marks["committed" if outcome.committed else "aborted"] = time.monotonic()
+                case Release():
+                    self._drained.set()
+        self._wake.set()
+
+    async def _sleep(self) -> None:
+        """Until something happened or the machine's deadline."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), max(0.0, self.machine.deadline - time.monotonic()))
+        self._wake.clear()
+        self._do(self.machine.tick(time.monotonic()))
+
+    async def _lane(self, turn: asyncio.Lock) -> bool:
+        """Wait for the prefill lane; False when the handoff ended first (cancel, deadline)."""
+        waiting = asyncio.ensure_future(turn.acquire())
+        while not waiting.done() and not self.machine.over:
+            sleeper = asyncio.ensure_future(self._sleep())
+            await asyncio.wait({waiting, sleeper}, return_when=asyncio.FIRST_COMPLETED)
+            sleeper.cancel()
+        if not self.machine.over:
+            return True
+        if not waiting.cancel():
+            turn.release()  # it had just been ours
+        return False
+
+
+class OutgoingService:
+    """All handoffs leaving this host, in arrival order."""
+
+    def __init__(self, worker: WorkerProcess, memory: SharedMemory, on_end: Callable[[Trace], None]) -> None:
+        self.worker = worker
+        self.memory = memory
+        self._on_end = on_end
+        self._turn = asyncio.Lock()
+        self._handoffs: dict[bytes, Outgoing] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def running(self) -> int:
+        return len(self._handoffs)
+
+    def prefill(self, link: Link, prefill: Prefill) -> None:
+        """A peer asks for a prompt's state."""
+        if prefill.handoff_id in self._handoffs:
+            self.refuse(link, prefill, "duplicate-handoff", "this handoff id is in use")
+        elif self.worker.facts is None:
+            self.refuse(link, prefill, "engine-down", f"the prefiller cannot serve now: {self.worker.reason}")
+        elif len(self._handoffs) >= MAX_QUEUED:
+            self.refuse(link, prefill, "queue-full", f"the prefiller has {MAX_QUEUED} prompts queued")
+        elif prefill.tokens > self.worker.facts.n_ctx:
+            have, want = self.worker.facts.n_ctx, prefill.tokens
+            self.refuse(link, prefill, "context-length", f"the prefiller holds {have} tokens, the prompt has {want}")
+        else:
+            handoff = self._handoffs[prefill.handoff_id] = Outgoing(self, link, prefill)
+            task = asyncio.create_task(handoff.run(self._turn))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def refuse(self, link: Link, prefill: Prefill, reason: str, message: str) -> None:
+        """Answer a PREFILL that will not be queued."""
+        with contextlib.suppress(LinkError):
+            link.send(encode(Abort(handoff_id=prefill.handoff_id, epoch=0, reason=reason, message=message)))
+
+    def message(self, link: Link, message: HandoffMessage) -> bool:
+        """False when the message belongs to no handoff that leaves through this link."""
+        handoff = self._handoffs.get(message.handoff_id)
+        if handoff is None or handoff.link is not link:
+            return False
+        handoff.message(message)
+        return True
+
+    def link_lost(self, link: Link, reason: str) -> None:
+        for handoff in list(self._handoffs.values()):
+            if handoff.link is link:
+                handoff.fail("link-lost", f"the link to {link.peer} closed: {reason}")
+
+    def ended(self, handoff: Outgoing) -> None:
+        self._handoffs.pop(handoff.machine.handoff_id, None)
+        self._on_end(handoff.trace)
+
+    async def stop(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _largest_page(spec: ComponentSpec, page_tokens: int, prompt_tokens: int) -> int:
+    """Biggest ring payload of one component; the snapshot's parts do not ride in the ring."""
+    if spec.component in SNAPSHOT:
+        return 0
+    return spec.page_bytes((0, spec.layers), (0, min(page_tokens, prompt_tokens)))

@@ -1,0 +1,101 @@
+"""What happened in one handoff, as seen from one host: when, how many bytes, how it ended (M1).
+
+Times are this host's monotonic clock. Owns no content: counts, sizes and times only (X4). Bound: a host keeps the last
+`KEPT` traces for `/v1/status`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from zerocopy.daemon.telemetry import HandoffRecord, Phase, Role
+from zerocopy.handoff.components import Component
+from zerocopy.worker.protocol import Span
+
+KEPT: Final = 32
+KV: Final = (Component.ATTENTION_KV, Component.MTP_KV)
+
+
+class Trace(msgspec.Struct):
+    """Filled in as the handoff goes on. `marks` are named moments, spans are (began, ended, bytes)."""
+
+    handoff: str
+    role: Role
+    peer: str
+    transport: str
+    prompt_tokens: int
+    outcome: str = "running"
+    reason: str = ""
+    marks: dict[str, float] = {}
+    chunks: list[Span] = []
+    exports: list[Span] = []
+    wire: list[Span] = []
+    imports: list[Span] = []
+    component_bytes: dict[str, int] = {}
+    component_pages: dict[str, int] = {}
+    source: dict[str, float] = {}  # a decoder's copy of the prefiller's own figures, seconds after GRANT reached it
+    _kv: list[Span] = []
+
+    def page(self, component: Component, span: Span) -> None:
+        """One page went over the wire, or arrived from it."""
+        label = component.label
+        self.component_bytes[label] = self.component_bytes.get(label, 0) + span[2]
+        self.component_pages[label] = self.component_pages.get(label, 0) + 1
+        self.wire.append(span)
+        if component in KV:
+            self._kv.append(span)
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(nbytes for _began, _ended, nbytes in self._kv)
+
+    def kv_bytes_by(self, moment: float) -> int:
+        """KV bytes whose transfer had ended at `moment`."""
+        return sum(nbytes for _began, ended, nbytes in self._kv if ended <= moment)
+
+    def seconds(self, begin: str, end: str) -> float | None:
+        """Between two marks; None unless both were reached."""
+        if begin in self.marks and end in self.marks:
+            return self.marks[end] - self.marks[begin]
+        return None
+
+    def record(self) -> HandoffRecord:
+        """For the metrics."""
+        phases: dict[Phase, float] = {}
+        if self.exports:
+            phases["export"] = busy(self.exports)
+        if self.wire:
+            phases["wire"] = busy(self.wire)
+        if self.imports:
+            phases["import"] = busy(self.imports)
+        if (queued := self.seconds("asked", "granted")) is not None:
+            phases["queue"] = queued
+        if (commit := self.seconds("imported", "committed")) is not None:
+            phases["commit"] = commit
+        sizes: dict[Component, int] = defaultdict(int)
+        for component in Component:
+            if nbytes := self.component_bytes.get(component.label):
+                sizes[component] = nbytes
+        prefilled = self.marks.get("prefilled")
+        return HandoffRecord(
+            role=self.role,
+            outcome="ok" if self.outcome == "committed" else "failed",
+            reason="ok" if self.outcome == "committed" else self.reason,
+            component_bytes=sizes,
+            phase_s=phases,
+            overlap=self.kv_bytes_by(prefilled) / self.kv_bytes if prefilled and self.kv_bytes else None,
+            tail_s=self.seconds("prefilled", "committed"),
+        )
+
+
+def busy(spans: Iterable[Span]) -> float:
+    """Seconds in which at least one span was running."""
+    total, until = 0.0, float("-inf")
+    for began, ended, _nbytes in sorted(spans):
+        total += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return total

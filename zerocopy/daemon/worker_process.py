@@ -1,0 +1,243 @@
+"""The daemon's view of its worker: start it, talk to it, notice its death, start it again.
+
+Owns the child process, its socket, and the table of open jobs. A job is a queue of the worker's messages; when the
+worker dies every open job ends with `WorkerLost`, shared memory is recovered by the caller through `on_lost`, and a
+new worker starts after a delay that grows up to `MAX_RESTART_DELAY_S`. A worker that says `StartFailed` is not
+started again: the same model file would fail the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from zerocopy.daemon.telemetry import log_event
+from zerocopy.runtime.base import EngineFacts
+from zerocopy.worker import protocol as p
+from zerocopy.worker.main import WorkerOptions
+
+WORKER_COMMAND: Final = (sys.executable, "-m", "zerocopy.worker.main")
+FIRST_RESTART_DELAY_S: Final = 0.2
+MAX_RESTART_DELAY_S: Final = 10.0
+# A worker answers Release between two engine calls; the longest is one prompt chunk. Past this it hangs: kill it.
+RELEASE_TIMEOUT_S: Final = 30.0
+STOP_TIMEOUT_S: Final = 5.0
+
+
+class WorkerLost(Exception):
+    """The worker process ended while a job was open."""
+
+
+class JobFailed(Exception):
+    """The worker refused or failed one job; the worker itself lives."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Job:
+    """One unit of the worker's work. Iterate with `next`; always end with `release`."""
+
+    def __init__(self, worker: WorkerProcess, number: int) -> None:
+        self.number = number
+        self._worker = worker
+        self._inbox: asyncio.Queue[p.ToDaemon | None] = asyncio.Queue()
+        self._dropped = asyncio.get_running_loop().create_future()
+        self.lost = False
+
+    async def next(self) -> p.ToDaemon:
+        """The next message of this job. Raises JobFailed or WorkerLost."""
+        message = await self._inbox.get()
+        if message is None:
+            self._inbox.put_nowait(None)
+            raise WorkerLost("the worker process ended; it is being restarted")
+        if isinstance(message, p.Failed):
+            raise JobFailed(message.reason, message.message)
+        return message
+
+    async def release(self) -> None:
+        """Give up everything the worker holds of this job; returns when it holds nothing."""
+        if not self._dropped.done():
+            self._worker.send(p.Release(self.number))
+            try:
+                await asyncio.wait_for(asyncio.shield(self._dropped), RELEASE_TIMEOUT_S)
+            except TimeoutError:
+                self._worker.kill("it did not release a job in time")
+                await self._dropped
+        self._worker.forget(self)
+
+    def deliver(self, message: p.ToDaemon) -> None:
+        if isinstance(message, p.Dropped):
+            self.end(lost=False)
+        else:
+            self._inbox.put_nowait(message)
+
+    def end(self, *, lost: bool) -> None:
+        if not self._dropped.done():
+            self._dropped.set_result(None)
+        self.lost = self.lost or lost
+        if lost:
+            self._inbox.put_nowait(None)
+
+
+class WorkerProcess:
+    """Supervises one worker. `facts` is None while no worker is ready; `reason` then says why."""
+
+    def __init__(
+        self,
+        options: WorkerOptions,
+        attach: Callable[[EngineFacts], tuple[p.Attach, Sequence[int]]],
+        on_change: Callable[[], None],
+        on_lost: Callable[[], None],
+        command: Sequence[str] = WORKER_COMMAND,
+    ) -> None:
+        self._options = options
+        self._attach = attach
+        self._on_change = on_change
+        self._on_lost = on_lost
+        self._command = command
+        self._numbers = itertools.count(1)
+        self._jobs: dict[int, Job] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self.facts: EngineFacts | None = None
+        self.reason: str = "the engine is starting"
+        self.start_failed: p.StartFailed | None = None
+        self.restarts = 0
+        self._stopping = False
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    async def run(self) -> None:
+        """Keep a worker alive until cancelled, or until it says that it can never start."""
+        delay = FIRST_RESTART_DELAY_S
+        while self.start_failed is None and not self._stopping:
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            try:
+                await self._one_life()
+            finally:
+                self._lost()
+            if self.start_failed is not None:
+                self.reason = self.start_failed.message
+            elif not self._stopping:
+                delay = FIRST_RESTART_DELAY_S if loop.time() - began > 60 else min(2 * delay, MAX_RESTART_DELAY_S)
+                self.restarts += 1
+                log_event("worker ended, starting another", level=logging.WARNING, seconds=delay, attempt=self.restarts)
+            self._on_change()
+            if self.start_failed is None and not self._stopping:
+                await asyncio.sleep(delay)
+
+    async def stop(self) -> None:
+        """Ask the worker to end, then make sure."""
+        self._stopping = True
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        self.send(p.Shutdown())
+        try:
+            await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+        except TimeoutError:
+            self.kill("it did not stop in time")
+            await process.wait()
+
+    def kill(self, why: str) -> None:
+        log_event("killing the worker", level=logging.ERROR, detail=why)
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    # -- jobs ----------------------------------------------------------------------------------------------
+
+    def open_job(self) -> Job:
+        if self.facts is None:
+            raise WorkerLost(self.reason)
+        job = Job(self, next(self._numbers))
+        self._jobs[job.number] = job
+        return job
+
+    def forget(self, job: Job) -> None:
+        self._jobs.pop(job.number, None)
+
+    def send(self, message: p.ToWorker) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(p.encode(message))
+
+    async def tokenize(self, text: str, *, parse_special: bool) -> list[int]:
+        job = self.open_job()
+        try:
+            self.send(p.Tokenize(job.number, text, add_special=True, parse_special=parse_special))
+            answer = await job.next()
+            assert isinstance(answer, p.Tokenized)
+            return answer.tokens
+        finally:
+            self.forget(job)
+
+    # -- one process ---------------------------------------------------------------------------------------
+
+    async def _one_life(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            options = msgspec.json.encode(self._options).decode()
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                str(theirs.fileno()),
+                options,
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                # Ctrl-C in a terminal reaches every process of the group: the daemon alone decides.
+                start_new_session=True,
+            )
+        with ours.dup() as side:
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+            try:
+                while True:
+                    size = p.frame_length(await reader.readexactly(4))
+                    self._receive(p.decode_to_daemon(await reader.readexactly(size)), side)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                pass
+            except p.ProtocolError as error:
+                self.kill(str(error))
+            finally:
+                self._writer.close()
+                self._writer = None
+                await self._reap(self._process)
+
+    async def _reap(self, process: asyncio.subprocess.Process) -> None:
+        """Its socket has closed: it is ending or has ended. Never leave one behind."""
+        try:
+            await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
+        finally:
+            if process.returncode is None:
+                self.kill("its socket closed but it still runs")
+        log_event("worker process ended", pid=process.pid, exit_code=process.returncode or 0)
+
+    def _receive(self, message: p.ToDaemon, side: socket.socket) -> None:
+        match message:
+            case p.Ready():
+                attach, fds = self._attach(message.facts)
+                socket.send_fds(side, [p.encode(attach)], list(fds))
+                self.facts, self.reason = message.facts, ""
+                self._on_change()
+            case p.StartFailed():
+                self.start_failed = message
+            case _:
+                if job := self._jobs.get(message.job):
+                    job.deliver(message)
+
+    def _lost(self) -> None:
+        self.facts, self.reason = None, "the engine is restarting"
+        for job in list(self._jobs.values()):
+            job.end(lost=True)
+        self._on_lost()

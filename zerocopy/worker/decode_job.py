@@ -1,0 +1,265 @@
+"""One request on the decode lane: prompt evaluated here or imported, then tokens generated.
+
+An import is uncommitted until the daemon says `Commit`; nothing is generated before (H3). The last prompt token is
+always evaluated here, so the first logits are this host's own, and they are what the probe is compared with.
+Owns the lane's live sequence from start to `close`, which wipes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Generator, Iterator
+from typing import Final, Literal
+
+import numpy as np
+
+from native.ring import Record, Ring
+from native.slab import Slab
+from zerocopy.handoff.components import HEADER_BYTES, Component, PageHeader
+from zerocopy.runtime.base import EngineError, Lane, Logits, Runtime
+from zerocopy.worker.protocol import Generate, Generated, Imported, Span, TextDelta, ToDaemon, Verified
+from zerocopy.worker.sampling import Sampler
+from zerocopy.worker.text import TextStream
+
+# Relative rms of the logits' difference that another backend may show: 9e-3 was measured between an H200 and a CPU on
+# a Q4_0 model (gpu.md); a state with one zeroed component is above 0.1 on every family we certify.
+PROBE_TOLERANCE: Final = 0.03
+
+
+class DecodeJob:
+    """`step()` does one bounded piece of work; False means it waits for pages or for the daemon."""
+
+    def __init__(
+        self,
+        message: Generate,
+        runtime: Runtime,
+        lane: Lane,
+        ring: Ring | None,
+        slab: Slab | None,
+        send: Callable[[ToDaemon], None],
+    ) -> None:
+        self.job = message.job
+        self._message = message
+        self._runtime = runtime
+        self._lane = lane
+        self.ring = ring
+        self._slab = slab
+        self._send = send
+        self._tokens = message.tokens
+        self._logits: Logits | None = None
+        self._mtp_logits: Logits | None = None
+        self._expected: Logits | None = None
+        self._proof = _Proof(message.proof_key) if message.proof_key else None
+        self._marks: dict[str, float] = {}
+        self._prompt_evaluated = 0
+        self._imports: list[Span] = []
+        self.state_complete = False
+        self.committed = ring is None
+        self._work = self._run()
+        self.finished = False
+
+    def step(self) -> bool:
+        advanced = next(self._work, None)
+        if advanced is None:
+            self.finished = True
+            return False
+        return advanced
+
+    def close(self) -> None:
+        """Let go of every view of ring and slab. The lane is the loop's to wipe."""
+        self._work.close()
+        self.ring = None
+
+    def _run(self) -> Generator[bool, None, None]:
+        self._marks["started"] = time.monotonic()
+        if self.ring is None:
+            yield from self._evaluate_prompt()
+        else:
+            yield from self._import(self.ring)
+        self._first_evaluation()
+        if self.ring is not None:
+            self._send(Imported(self.job, self._marks, tuple(self._imports)))
+            yield from self._verify(self.ring)
+        while not self.committed:
+            yield False
+        yield from self._generate()
+
+    # -- the prompt's state --------------------------------------------------------------------------------
+
+    def _evaluate_prompt(self) -> Iterator[bool]:
+        history, size = self._tokens[:-1], self._runtime.facts.chunk_tokens
+        for start in range(0, len(history), size):
+            self._lane.prefill(history[start : start + size], start)
+            yield True
+        self._marks["prefilled"] = time.monotonic()
+
+    def _import(self, ring: Ring) -> Iterator[bool]:
+        while True:
+            last_look = self.state_complete  # read before the ring: complete means every record is in it
+            record = ring.read()
+            if record is not None:
+                self._take(record)
+                yield True
+            elif last_look:
+                break
+            else:
+                yield False
+        if self._slab is not None:
+            began = time.monotonic()
+            size = self._runtime.facts.schema.snapshot_bytes()
+            with self._slab.view(0, size) as blob:
+                self._lane.import_snapshot(blob, len(self._tokens) - 1)
+            self._imports.append((began, time.monotonic(), size))
+        self._check_positions()
+        self._marks["imported"] = time.monotonic()
+
+    def _take(self, record: Record) -> None:
+        """Import one published page. The daemon has checked its address, size and checksum; the engine's own
+        headers inside are checked by the runtime."""
+        began = time.monotonic()
+        try:
+            header = PageHeader.unpack(record.view[:HEADER_BYTES])
+            with record.view[HEADER_BYTES:] as payload:
+                self._import_payload(header, payload)
+                self._imports.append((began, time.monotonic(), len(payload)))
+        finally:
+            record.release()
+
+    def _import_payload(self, header: PageHeader, payload: memoryview) -> None:
+        match header.component:
+            case Component.ATTENTION_KV | Component.MTP_KV:
+                self._lane.import_page(header.component, header.tokens, payload)
+            case Component.MTP_HIDDEN:
+                self._lane.import_hidden(payload)
+            case Component.TOKENS:
+                if not np.array_equal(np.frombuffer(payload, dtype="<u4"), self._tokens[:-1]):
+                    raise EngineError("token-history", "token history is not this request's prompt")
+            case Component.PROBE:
+                rows = np.frombuffer(payload, dtype=np.float32)
+                self._expected = rows.reshape(-1, self._runtime.facts.n_vocab).copy()
+            case _:
+                raise EngineError("component", f"{header.component.label} does not travel in the ring")
+
+    def _check_positions(self) -> None:
+        expected, found = len(self._tokens) - 2, self._lane.positions()
+        if found.target != expected or found.mtp not in (None, expected):
+            raise EngineError("position", f"engine stands at {found} after the import, not at {expected}")
+
+    def _first_evaluation(self) -> None:
+        if self._proof:
+            self._proof.state = self._lane.state_digests(self._proof.key)
+        self._lane.reset_counters()
+        self._logits = self._lane.evaluate(self._tokens[-1], len(self._tokens) - 1)
+        self._mtp_logits = self._lane.mtp_logits()
+        counters = self._lane.counters()
+        self._prompt_evaluated = counters.prompt_tokens + counters.single_tokens
+        self._marks["evaluated"] = time.monotonic()
+        if self._proof:
+            self._proof.add(self._logits)
+            self._proof.mtp = self._proof.digest(self._mtp_logits)
+
+    def _verify(self, ring: Ring) -> Iterator[bool]:
+        if not self._message.probe:
+            return
+        while self._expected is None:
+            record = ring.read()
+            if record is None:
+                yield False
+            else:
+                self._take(record)
+        assert self._logits is not None
+        rows = [self._logits] if self._mtp_logits is None else [self._logits, self._mtp_logits]
+        exact, error = compare(np.stack(rows), self._expected)
+        self._marks["probed"] = time.monotonic()
+        detail = "bit-equal" if exact else f"relative rms error {error:.2e}, tolerance {PROBE_TOLERANCE:.0e}"
+        self._send(Verified(self.job, exact or error <= PROBE_TOLERANCE, exact, error, detail))
+
+    # -- generation ----------------------------------------------------------------------------------------
+
+    def _generate(self) -> Iterator[bool]:
+        sampler, text = Sampler(self._message.sampling), TextStream(self._message.stop)
+        position, count = len(self._tokens), 0
+        reason: Literal["stop", "length"] = "length"
+        self._marks["first_token"] = time.monotonic()
+        while count < self._message.max_tokens:
+            assert self._logits is not None
+            token = sampler.choose(self._logits)
+            count += 1
+            if self._proof:
+                self._proof.add_token(token)
+            if self._runtime.is_end(token):
+                reason = "stop"
+                break
+            self._send(TextDelta(self.job, text.feed(self._runtime.piece(token)), 1))
+            if text.stopped:
+                reason = "stop"
+                break
+            if count == self._message.max_tokens or position >= self._runtime.facts.n_ctx:
+                break
+            self._logits = self._lane.evaluate(token, position)
+            position += 1
+            if self._proof:
+                self._proof.add(self._logits)
+            yield True
+        self._finish(reason, count, text.finish())
+
+    def _finish(self, reason: Literal["stop", "length"], count: int, rest: str) -> None:
+        if rest:
+            self._send(TextDelta(self.job, rest, 0))
+        self._marks["generated"] = time.monotonic()
+        if self._proof:
+            self._proof.final_state = self._lane.state_digests(self._proof.key)
+        self._send(
+            Generated(
+                job=self.job,
+                reason=reason,
+                completion_tokens=count,
+                prompt_tokens_evaluated=self._prompt_evaluated,
+                marks=self._marks,
+                proof=self._proof.report() if self._proof else None,
+            )
+        )
+
+
+def compare(mine: Logits, theirs: Logits) -> tuple[bool, float]:
+    """(bit-equal, largest relative rms difference of any row) of F32[rows, n_vocab]; an unlike shape or a NaN is an
+    infinite error. Rows count one by one, so that a wrong MTP row cannot hide behind a right target row."""
+    if mine.shape != theirs.shape:
+        return False, float("inf")
+    if np.array_equal(mine.view(np.uint32), theirs.view(np.uint32)):
+        return True, 0.0
+    scale = np.sqrt(np.mean(np.square(theirs, dtype=np.float64), axis=1))
+    errors = np.sqrt(np.mean(np.square(mine.astype(np.float64) - theirs), axis=1)) / np.maximum(scale, 1e-30)
+    worst = float(errors.max())
+    return False, worst if np.isfinite(worst) else float("inf")
+
+
+class _Proof:
+    """Keyed digests a client asked for: two runs under one key agree iff their logits and state do, bit for bit."""
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self.state: dict[str, str] = {}
+        self.final_state: dict[str, str] = {}
+        self.mtp: str | None = None
+        self._logits: list[str] = []
+        self._tokens = hashlib.blake2b(key=key, digest_size=16)
+
+    def digest(self, row: Logits | None) -> str | None:
+        return None if row is None else hashlib.blake2b(row.data, key=self.key, digest_size=16).hexdigest()
+
+    def add(self, logits: Logits) -> None:
+        self._logits.append(self.digest(logits) or "")
+
+    def add_token(self, token: int) -> None:
+        self._tokens.update(token.to_bytes(4, "little"))
+
+    def report(self) -> dict[str, object]:
+        return {
+            "state": self.state,
+            "logits": self._logits,
+            "mtp_logits": self.mtp,
+            "tokens": self._tokens.hexdigest(),
+            "final_state": self.final_state,
+        }

@@ -1,0 +1,232 @@
+"""One prompt on the prefill lane: evaluate it chunk by chunk, export its state as it grows.
+
+Compute never waits for the wire: with the export ring full, pages stay in the engine's cache and leave after a later
+chunk (sliding-window models are the exception, `export_before_next_chunk`). The last prompt token is left to the
+decoder; here it is only evaluated as the probe, on a copy, after everything else has been exported.
+
+Owns the job's page order (`sequence`) and its cursor; memory belongs to the ring and slab it was lent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator
+from typing import Final
+
+import numpy as np
+
+from native.ring import Ring
+from native.slab import Slab
+from zerocopy.handoff.components import HEADER_BYTES, Component, ComponentSpec, PageHeader, page_checksum
+from zerocopy.runtime.base import EngineError, EngineFacts, Lane
+from zerocopy.worker.protocol import ChunkDone, Prefill, Prefilled, SlabPart, SnapshotReady, Span, ToDaemon
+
+# One part of a snapshot on the wire: large enough to run at full speed, small enough that other pages get a turn.
+SLAB_PART_BYTES: Final = 16 << 20
+
+Range = tuple[int, int]
+
+
+class PrefillJob:
+    """`step()` does one bounded piece of work; False means it waits for ring space (or is finished)."""
+
+    def __init__(
+        self,
+        message: Prefill,
+        lane: Lane,
+        facts: EngineFacts,
+        ring: Ring,
+        slab: Slab | None,
+        send: Callable[[ToDaemon], None],
+    ) -> None:
+        self.job = message.job
+        self._message = message
+        self._lane = lane
+        self._facts = facts
+        self.ring = ring
+        self._slab = slab
+        self._send = send
+        self._history = message.tokens[:-1]
+        self._evaluated = 0
+        self._sequence = 0
+        self._marks: dict[str, float] = {}
+        self._exports: list[Span] = []
+        self._work = self._run()
+        self.finished = False
+
+    def step(self) -> bool:
+        advanced = next(self._work, None)
+        if advanced is None:
+            self.finished = True
+            return False
+        return advanced
+
+    def close(self) -> None:
+        """Let go of every view of ring and slab. The lane is the loop's to wipe."""
+        self._work.close()
+
+    # The whole job as one generator: yields True after a piece of work, False when the ring is full.
+    def _run(self) -> Generator[bool, None, None]:
+        self._marks["started"] = time.monotonic()
+        pages = self._pages()
+        page = next(pages, None)
+        while self._evaluated < len(self._history):
+            yield self._chunk()
+            while page is not None and page[1][1] <= self._evaluated:
+                if self._export(*page):
+                    page = next(pages, None)
+                elif self._facts.export_before_next_chunk:
+                    yield False
+                else:
+                    break
+        self._marks["prefilled"] = time.monotonic()
+        while page is not None:
+            if self._export(*page):
+                page = next(pages, None)
+                yield True
+            else:
+                yield False
+        yield from self._final_components()
+        yield from self._probe()
+        self._finish()
+
+    def _chunk(self) -> bool:
+        start = self._evaluated
+        end = min(start + self._facts.chunk_tokens, len(self._history))
+        began = time.monotonic()
+        self._lane.prefill(self._history[start:end], start)
+        self._evaluated = end
+        self._send(ChunkDone(self.job, end, began, time.monotonic()))
+        return True
+
+    def _pages(self) -> Iterator[tuple[ComponentSpec, Range]]:
+        """Every token-range page in export order: all components of a range before the next range."""
+        kinds = [s for c in (Component.ATTENTION_KV, Component.MTP_KV) if (s := self._facts.schema.spec(c))]
+        n, size = len(self._history), self._facts.page_tokens
+        for start in range(0, n, size):
+            for spec in kinds:
+                yield spec, (start, min(start + size, n))
+
+    def _export(self, spec: ComponentSpec, tokens: Range) -> bool:
+        def write(view: memoryview) -> None:
+            self._lane.export_page(spec.component, tokens, view)
+
+        return self._record(spec, tokens, write)
+
+    def _record(self, spec: ComponentSpec, tokens: Range, write: Callable[[memoryview], None]) -> bool:
+        """Claim, write, checksum, publish one ring record; False when the ring is full."""
+        layers = (0, spec.layers)
+        nbytes = spec.page_bytes(layers, tokens)
+        slot = self.ring.claim(HEADER_BYTES + nbytes)
+        if slot is None:
+            return False
+        began = time.monotonic()
+        payload = slot.view[HEADER_BYTES:]
+        try:
+            write(payload)
+            slot.view[:HEADER_BYTES] = self._header(spec, layers, tokens, payload).pack()
+        except BaseException:
+            payload.release()
+            slot.abort()
+            raise
+        payload.release()
+        slot.commit()
+        self._exports.append((began, time.monotonic(), nbytes))
+        return True
+
+    def _header(self, spec: ComponentSpec, layers: Range, tokens: Range, payload: memoryview) -> PageHeader:
+        header = PageHeader(
+            handoff_id=self._message.handoff_id,
+            identity=self._facts.identity.digest(),
+            epoch=self._message.epoch,
+            sequence=self._sequence,
+            component=spec.component,
+            layers=layers,
+            tokens=tokens,
+            payload_bytes=len(payload),
+            position_planes=self._facts.schema.position_planes,
+            checksum=page_checksum(payload, self._message.seed, spec.component, layers, tokens),
+            final=tokens[1] == len(self._history) and layers[1] == spec.layers,
+        )
+        self._sequence += 1
+        return header
+
+    def _final_components(self) -> Iterator[bool]:
+        """What exists only after the last chunk: recurrent snapshot, MTP hidden row, token history."""
+        schema, everything = self._facts.schema, (0, len(self._history))
+        if self._slab is not None:
+            self._snapshot(self._slab)
+            yield True
+        writers = {Component.MTP_HIDDEN: self._lane.export_hidden, Component.TOKENS: self._write_tokens}
+        for component, write in writers.items():
+            if spec := schema.spec(component):
+                while not self._record(spec, everything, write):
+                    yield False
+        self._marks["state_exported"] = time.monotonic()
+
+    def _write_tokens(self, view: memoryview) -> None:
+        np.frombuffer(view, dtype="<u4")[:] = self._history
+
+    def _snapshot(self, slab: Slab) -> None:
+        schema = self._facts.schema
+        began = time.monotonic()
+        blob = slab.view(0, schema.snapshot_bytes())
+        self._lane.export_snapshot(blob)
+        parts = [
+            self._slab_part(blob, spec, layers)
+            for component in (Component.CONVOLUTION, Component.RECURRENT)
+            if (spec := schema.spec(component))
+            for layers in _layer_groups(spec)
+        ]
+        self._exports.append((began, time.monotonic(), len(blob)))
+        blob.release()
+        self._send(SnapshotReady(self.job, tuple(parts)))
+
+    def _slab_part(self, blob: memoryview, spec: ComponentSpec, layers: Range) -> SlabPart:
+        tokens = (0, len(self._history))
+        offset = self._facts.schema.slab_offset(spec.component, layers[0])
+        nbytes = spec.page_bytes(layers, tokens)
+        with blob[offset : offset + nbytes] as payload:
+            return SlabPart(self._header(spec, layers, tokens, payload).pack(), offset, nbytes)
+
+    def _probe(self) -> Iterator[bool]:
+        spec = self._facts.schema.spec(Component.PROBE)
+        if not self._message.probe or spec is None:
+            return
+        self._marks["probe_started"] = time.monotonic()
+        rows = [self._lane.probe(self._message.tokens[-1], len(self._history))]
+        if (mtp := self._lane.mtp_logits()) is not None:
+            rows.append(mtp)
+
+        def write(view: memoryview) -> None:
+            np.concatenate(rows, out=np.frombuffer(view, dtype=np.float32))
+
+        self._marks["probe_ended"] = time.monotonic()
+        while not self._record(spec, (0, len(self._history)), write):
+            yield False
+
+    def _finish(self) -> None:
+        positions = self._lane.positions()
+        expected = len(self._history) - 1
+        if positions.target != expected or positions.mtp not in (None, expected):
+            raise EngineError("position", f"prefill ended at {positions}, the prompt's state ends at {expected}")
+        self._marks["exported"] = time.monotonic()
+        self._send(
+            Prefilled(
+                job=self.job,
+                target_position=positions.target,
+                mtp_position=positions.mtp,
+                pages=self._sequence,
+                marks=self._marks,
+                exports=tuple(self._exports),
+            )
+        )
+
+
+def _layer_groups(spec: ComponentSpec) -> Iterator[Range]:
+    """Consecutive layers, together at most SLAB_PART_BYTES (or one layer where that alone is more)."""
+    start = 0
+    for layer in range(1, spec.layers + 1):
+        if layer == spec.layers or spec.page_bytes((start, layer + 1), (0, 1)) > SLAB_PART_BYTES:
+            yield start, layer
+            start = layer
