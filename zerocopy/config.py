@@ -376,7 +376,10 @@ def _complete(config: DaemonConfig) -> DaemonConfig:
         raise ConfigError(f"model {config.model} does not exist: `zc-handoff model make` writes tiny ones to try")
     addresses = [("listen", config.listen), ("http", config.http)]
     addresses += [("advertise", config.advertise)] if config.advertise else []
-    addresses += [(f"peer {name}", address) for name, many in config.peers.items() for address in many]
+    for name, many in config.peers.items():
+        if not many:
+            raise ConfigError(f'peer {name} has no address: write {name} = "HOST:PORT" under [peers]')
+        addresses += [(f"peer {name}", address) for address in many]
     for name, address in addresses:
         _check_address(name, address)
     if config.page_tokens > config.chunk_tokens or config.chunk_tokens % config.page_tokens:

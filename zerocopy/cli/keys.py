@@ -113,9 +113,11 @@ def forget(
 
 def _read(source: str) -> str:
     try:
-        with open(0 if source == "-" else source, "rb", closefd=source != "-") as file:
-            return file.read(MAX_PEM + 1).decode("ascii", "replace")
+        if source == "-":
+            data = sys.stdin.buffer.read(MAX_PEM + 1)
+        else:
+            with open(source, "rb") as file:
+                data = file.read(MAX_PEM + 1)
     except OSError as error:
-        raise CliError(
-            f"cannot read {source}: {error.strerror}: give the output of keys show", ExitCode.USAGE
-        ) from error
+        raise CliError(f"cannot read {source}: {error.strerror}: give the output of keys show", ExitCode.USAGE) from error
+    return data.decode("ascii", "replace")

@@ -31,23 +31,28 @@ class Sampler:
     def choose(self, logits: NDArray[np.float32]) -> int:
         if self._sampling.temperature <= 0:
             return int(logits.argmax())
-        tokens, weights = _filtered(logits, self._sampling)
-        return int(self._rng.choice(tokens, p=weights))
+        tokens, weights = _survivors(logits, self._sampling)
+        bounds = np.cumsum(weights)
+        # Each token owns the interval that ends at its bound; one without weight owns nothing, hence "right".
+        return int(tokens[np.searchsorted(bounds[:-1], self._rng.random() * bounds[-1], side="right")])
 
 
-def _filtered(logits: NDArray[np.float32], sampling: Sampling) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Surviving tokens, most likely first, and their probabilities (sum 1)."""
-    scaled = logits.astype(np.float64) / sampling.temperature
-    order = np.argsort(-scaled, kind="stable")
-    if sampling.top_k > 0:
-        order = order[: sampling.top_k]
-    weights = np.exp(scaled[order] - scaled[order[0]])
-    weights /= weights.sum()
-    keep = len(order)
-    if sampling.top_p < 1:
-        # The token that crosses top_p is kept: the smallest set whose mass reaches it.
-        keep = int(np.searchsorted(np.cumsum(weights), sampling.top_p)) + 1
-    if sampling.min_p > 0:
-        keep = min(keep, int(np.count_nonzero(weights >= sampling.min_p * weights[0])))
-    keep = max(1, min(keep, len(order)))
-    return order[:keep], weights[:keep] / weights[:keep].sum()
+def _survivors(logits: NDArray[np.float32], sampling: Sampling) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Tokens that pass all filters and their weights (not normalized). Sorts only what top-p has to see in order:
+    sorting a vocabulary of 150,000 would take longer than many models need for a token."""
+    tokens = np.arange(len(logits))
+    if 0 < sampling.top_k < len(logits):
+        tokens = np.argpartition(logits, -sampling.top_k)[-sampling.top_k :]
+    scaled = logits[tokens].astype(np.float64) / sampling.temperature
+    weights = np.exp(scaled - scaled.max())
+    mass = float(weights.sum())
+    # The heaviest weight is 1, so this is min-p itself. All tokens lighter than the second term weigh less than
+    # 1 - top_p together, so top-p ends before the first of them.
+    keep = weights >= max(sampling.min_p, (1 - sampling.top_p) * mass / len(weights))
+    tokens, weights = tokens[keep], weights[keep]
+    if sampling.top_p >= 1:
+        return tokens, weights
+    order = np.argsort(-weights, kind="stable")
+    # The token that crosses top_p is kept: the smallest set whose mass reaches it.
+    count = int(np.searchsorted(np.cumsum(weights[order]), sampling.top_p * mass)) + 1
+    return tokens[order[:count]], weights[order[:count]]

@@ -1,0 +1,136 @@
+"""The command as a whole: help, version, exit codes, one-line errors, and that flags reach the daemon (U2, U3)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerocopy import __version__, config
+from zerocopy.cli import main
+from zerocopy.config import DaemonConfig
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A wide plain terminal and an empty home."""
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+def test_the_module_and_the_command_are_the_same() -> None:
+    done = subprocess.run([sys.executable, "-m", "zerocopy", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"zc-handoff {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["daemon"],
+        ["status"],
+        ["doctor"],
+        ["keys"],
+        ["keys", "new"],
+        ["keys", "trust"],
+        ["model", "make"],
+        ["model", "show"],
+    ],
+)
+def test_every_command_explains_itself(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run([*argv, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "Usage: zc-handoff" in text and len(text) > 300
+
+
+def test_the_help_of_daemon_has_a_flag_a_default_and_an_example_for_everything(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main.run(["daemon", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for setting in config.settings():
+        assert f"{setting.flag} " in text, setting.flag
+        assert setting.text.split(". ")[0].rstrip(".")[:40] in text, setting.name
+        assert config.default_text(setting) in text, setting.name
+    assert "zc-handoff daemon --role decode" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["nope"], 2, ["no such command", "zc-handoff --help"]),
+        (["daemon", "--roel", "x"], 2, ["--roel", "zc-handoff daemon --help"]),
+        (["daemon", "--model"], 2, ["--model"]),
+        (["daemon"], 2, ["--model FILE"]),
+        (["daemon", "--model", "/absent.gguf"], 2, ["/absent.gguf", "does not exist"]),
+        (["daemon", "--role", "boss"], 2, ["--role", "prefill+decode", "'boss'"]),
+        (["daemon", "--config", "/absent.toml"], 2, ["/absent.toml"]),
+        (["keys", "trust", "x"], 2, ["certificate"]),
+        (["model", "make", "llama"], 2, ["--output"]),
+    ],
+)
+def test_wrong_usage_is_one_line_and_code_2(
+    argv: list[str], code: int, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(argv) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("zc-handoff: ") and captured.err.count("\n") == 1, captured.err
+    assert all(word in captured.err for word in words), captured.err
+
+
+def test_a_group_without_a_command_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["keys"]) == 2
+    captured = capsys.readouterr()
+    assert "forget" in captured.out + captured.err and "zc-handoff: " not in captured.err
+
+
+def test_flags_and_environment_become_the_daemons_config_and_its_code_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[DaemonConfig] = []
+
+    def run(settled: DaemonConfig) -> int:
+        seen.append(settled)
+        return 1
+
+    import zerocopy.daemon.main
+
+    monkeypatch.setattr(zerocopy.daemon.main, "run", run)
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"GGUF")
+    toml = tmp_path / "zc.toml"
+    toml.write_text("rings = 9\nn_ctx = 99\n")
+    monkeypatch.setenv("ZC_STREAMS", "7")
+    argv = ["daemon", "--config", str(toml), "--model", str(model), "--role", "decode", "--n-ctx", "256"]
+    argv += [
+        "--peer",
+        "a=10.0.0.1:1",
+        "--peer",
+        "b=10.0.0.2:2",
+        "--no-allow-fallback",
+        "--allow-proofs",
+        "--queue-s",
+        "2",
+    ]
+    assert main.run(argv) == 1
+    (settled,) = seen
+    assert settled.peers == {"a": ("10.0.0.1:1",), "b": ("10.0.0.2:2",)}
+    assert (settled.role, settled.n_ctx, settled.rings, settled.streams) == ("decode", 256, 9, 7)
+    assert (settled.allow_fallback, settled.allow_proofs, settled.probe, settled.queue_s) == (False, True, True, 2.0)
+
+
+def test_a_reader_that_leaves_is_not_an_error() -> None:
+    command = f"{sys.executable} -m zerocopy daemon --help | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and "Error" not in done.stderr, done.stderr
+
+
+def test_colour_follows_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["nope"]) == 2
+    assert main.run(["doctor", "--keys", "/absent"]) in (0, 1)
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out + captured.err

@@ -1,0 +1,96 @@
+"""`model`: tiny models are written, and the inventory's bytes are those that the engine's schema gives (S9)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zerocopy.cli import main, model
+from zerocopy.handoff.components import Component, ComponentSpec
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    assert main.run(["model", "make", "nemotron_h_moe+mtp", "-o", str(file)]) == 0
+    return file
+
+
+def shown(file: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    assert main.run(["model", "show", str(file), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_hybrid_model_shows_every_component_with_exact_bytes(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = shown(tiny, capsys)
+    assert report["family"] == "nemotron_h_moe+mtp" and report["mtp"] == "tracked"
+    parts = {part["name"]: part for part in report["components"]}
+    needed = {c.label for c in Component}
+    assert set(parts) == needed
+    for name, part in parts.items():
+        sizes = [part["bytes"][str(n)] for n in model.LENGTHS]
+        assert sizes == sorted(sizes) and sizes[0] > 0, name
+        assert (sizes[0] < sizes[-1]) == part["per_token"], name
+    assert parts["token history"]["bytes"]["1024"] == 4096
+
+
+def test_the_table_has_a_row_for_each_component_and_a_total(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    assert main.run(["model", "show", str(tiny)]) == 0
+    text = capsys.readouterr().out
+    for label in [c.label for c in Component] + ["all", "128K", "weights sha256"]:
+        assert label in text
+
+
+def test_bytes_count_the_last_short_page_and_pages_no_longer_than_the_component_allows() -> None:
+    spec = ComponentSpec(
+        Component.ATTENTION_KV, True, layer_bytes=(10, 20), layer_overhead=3, token_overhead=2, page_overhead=7,
+        max_page_tokens=64,
+    )  # fmt: skip
+    page = 7 + 64 * 2 + (3 + 640) + (3 + 1280)
+    short = 7 + 2 + (3 + 10) + (3 + 20)
+    assert model.state_bytes(spec, 64, 256) == page
+    assert model.state_bytes(spec, 129, 256) == 2 * page + short
+    final = ComponentSpec(Component.RECURRENT, False, layer_bytes=(10, 20))
+    assert model.state_bytes(final, 1 << 20, 256) == 30
+
+
+def test_make_does_not_overwrite_unless_told_and_is_deterministic(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = tmp_path / "again.gguf"
+    again.write_bytes(b"precious")
+    argv = ["model", "make", "nemotron_h_moe+mtp", "-o", str(again)]
+    assert main.run(argv) == 2
+    assert again.read_bytes() == b"precious" and "--force" in capsys.readouterr().err
+    assert main.run([*argv, "--force", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bytes"] == again.stat().st_size
+    assert again.read_bytes() == tiny.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["make", "gpt9", "-o", "x.gguf"], 2, ["gpt9", "nemotron_h"]),
+        (["make", "llama", "-o", "/absent/x.gguf"], 1, ["/absent/x.gguf"]),
+        (["make", "llama", "-o", "x.gguf", "--scale", "0"], 2, ["--scale"]),
+        (["show", "/absent.gguf"], 1, ["/absent.gguf"]),
+        (["show", "/dev/null"], 1, ["/dev/null"]),
+        (["show", "TINY", "--kv-type", "q9"], 1, ["q9", "f16"]),
+    ],
+)
+def test_a_mistake_is_one_line(
+    tiny: Path, tmp_path: Path, argv: list[str], code: int, words: list[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main.run(["model", *(str(tiny) if word == "TINY" else word for word in argv)]) == code
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert all(word in captured.err for word in words), captured.err
+    assert list(tmp_path.iterdir()) == []
