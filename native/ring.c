@@ -170,8 +170,7 @@ int ring_claim(struct ring *ring, uint64_t nbytes, struct ring_span *span)
         return RING_FULL;
 
     const uint64_t end = position + length;
-    if (LOAD(shared->touched) < ring->capacity)
-        STORE(shared->touched, end < ring->capacity ? end : ring->capacity);
+    STORE(shared->touched, end < ring->capacity ? end : ring->capacity);
     STEP("claim-touched");
     if (padding != 0)
         write_header(ring, tail, (int64_t)padding, 0, KIND_PADDING);

@@ -6,6 +6,7 @@ Bound: `capacity` bytes, given at creation. Owns the mapping and its descriptor;
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any, Final, NamedTuple
 
 from native._ring import ffi, lib
@@ -28,6 +29,7 @@ class Slab:
 
     def __init__(self, handle: SlabHandle, *, fresh: bool) -> None:
         self.capacity: Final = handle.capacity
+        self._lock: Final = threading.Lock()  # a view or release on one thread, close on another
         self._mapping: Final = Mapping(handle.memory_fd, lib.SLAB_DATA + handle.capacity)
         # The address outlives this buffer object: the mapping goes only after `_slab` is None.
         with ffi.from_buffer(self._mapping.writable) as address:
@@ -70,17 +72,22 @@ class Slab:
         """Make this process the owner, for `owner_epoch`; False when the slab is taken."""
         if not 0 < owner_epoch < 1 << 32:
             raise NativeError("slab-epoch", f"epoch {owner_epoch} is not within 1 to 2^32 - 1")
-        return bool(lib.slab_claim(self._open(), os.getpid() << 32 | owner_epoch))
+        with self._lock:
+            return bool(lib.slab_claim(self._open(), os.getpid() << 32 | owner_epoch))
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Writable view of [offset, offset + nbytes) of the data, in any process while the slab is owned."""
         if not (offset >= 0 and 0 < nbytes <= self.capacity - offset):
             raise NativeError("slab-range", f"[{offset}, {offset + nbytes}) is outside a slab of {self.capacity} bytes")
-        if not self._owner():
-            raise NativeError("slab-free", "claim the slab before using it: what is written while free is not wiped")
-        lib.slab_touch(self._slab, offset + nbytes)
-        start = lib.SLAB_DATA + offset
-        return self._mapping.writable[start : start + nbytes]
+        with self._lock:
+            slab = self._open()
+            if lib.slab_owner(slab) == 0:
+                raise NativeError(
+                    "slab-free", "claim the slab before using it: what is written while free is not wiped"
+                )
+            lib.slab_touch(slab, offset + nbytes)
+            start = lib.SLAB_DATA + offset
+            return self._mapping.writable[start : start + nbytes]
 
     def release(self) -> int:
         """Wipe what was touched and free the slab; returns bytes wiped. Only the owner may; a free slab stays free."""
@@ -98,15 +105,18 @@ class Slab:
             raise NativeError(
                 "slab-busy", f"slab is owned by process {owner >> 32}, not {pid}: recover it if that died"
             )
-        return int(lib.slab_release(self._open(), owner))
+        with self._lock:
+            return int(lib.slab_release(self._open(), owner))
 
     def close(self) -> None:
         """Unmap, close the descriptor. Views that are still held stay readable; all else raises from here on."""
-        self._slab = None
-        self._mapping.close()
+        with self._lock:
+            self._slab = None
+            self._mapping.close()
 
     def _owner(self) -> int:
-        return int(lib.slab_owner(self._open()))
+        with self._lock:
+            return int(lib.slab_owner(self._open()))
 
     def _open(self) -> Any:
         if self._slab is None:

@@ -2,6 +2,7 @@
  *
  *   ring_stress threads     a producer and a consumer thread, checksums, doorbells, releases out of order
  *   ring_stress processes   the same with two processes
+ *   ring_stress bells       one record at a time, committed just as the other side falls asleep: a litmus for the fence of ring_bell
  *   ring_stress kill        a process killed at every step between two stores; the survivor recovers and recycles
  *   ring_stress garbage     random bytes in shared memory: codes come back, nothing outside the memory is touched */
 #define _GNU_SOURCE
@@ -12,6 +13,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -207,6 +209,55 @@ static void stress_processes(void)
     drop_ring(&made);
 }
 
+/* ---- bells ---- */
+
+enum { NAPS = 300000 };
+
+static _Atomic uint32_t naps;
+
+static void spin(uint64_t *state, uint32_t bound)
+{
+    for (volatile uint32_t i = random_below(state, bound); i > 0; i--)
+        ;
+}
+
+static void *wake(void *argument)
+{
+    struct fixture *made = argument;
+    struct ring_span span;
+    uint64_t state = 3;
+    for (uint32_t number = 0; number < NAPS; number++) {
+        while (atomic_load(&naps) != number)
+            ;
+        spin(&state, 800); /* about as long as the other side needs to clear its bell and look */
+        CHECK(ring_claim(&made->ring, 8, &span) == RING_OK);
+        CHECK(ring_commit(&made->ring, span.position, span.epoch) == RING_OK);
+    }
+    return NULL;
+}
+
+static void bells(void)
+{
+    struct fixture made = new_ring();
+    struct ring_span span;
+    pthread_t waker;
+    uint64_t state = 4;
+    CHECK(pthread_create(&waker, NULL, wake, &made) == 0);
+    for (uint32_t number = 0; number < NAPS; number++) {
+        atomic_store(&naps, number);
+        spin(&state, 20);
+        for (;;) {
+            ring_clear_data_bell(&made.ring);
+            if (ring_read(&made.ring, &span) == RING_OK)
+                break;
+            sleep_until(made.ring.data_fd);
+        }
+        CHECK(ring_release(&made.ring, span.position, span.epoch) == RING_OK);
+    }
+    CHECK(pthread_join(waker, NULL) == 0);
+    drop_ring(&made);
+}
+
 /* ---- kill ---- */
 
 static int is_wiped(const uint8_t *data, size_t nbytes)
@@ -398,6 +449,10 @@ static void scribble(uint8_t *memory, uint64_t *state)
     if (random_below(state, 3) == 0)
         value = (int64_t)random_below(state, CAPACITY) & ~63;
     memcpy(memory + place, &value, sizeof value);
+    if (random_below(state, 2) == 0) { /* a header that is wrong as a whole */
+        const int64_t header[2] = {64 + (int64_t)random_below(state, CAPACITY), (int64_t)random_below(state, CAPACITY)};
+        memcpy(memory + RING_DATA + 64 * random_below(state, CAPACITY / 64), header, sizeof header);
+    }
 }
 
 static void garbage(void)
@@ -436,13 +491,13 @@ int main(int argc, char **argv)
     const struct {
         const char *name;
         void (*run)(void);
-    } parts[] = {{"threads", stress_threads}, {"processes", stress_processes}, {"kill", kill_everywhere}, {"garbage", garbage}};
+    } parts[] = {{"threads", stress_threads}, {"processes", stress_processes}, {"bells", bells}, {"kill", kill_everywhere}, {"garbage", garbage}};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         if (argc == 2 && strcmp(argv[1], parts[i].name) == 0) {
             parts[i].run();
             printf("%s: ok\n", parts[i].name);
             return 0;
         }
-    fprintf(stderr, "usage: %s threads|processes|kill|garbage\n", argv[0]);
+    fprintf(stderr, "usage: %s threads|processes|bells|kill|garbage\n", argv[0]);
     return 2;
 }

@@ -293,6 +293,14 @@ def test_a_slot_of_a_past_epoch_cannot_be_committed(pair: Pair) -> None:
     assert raw_data(producer) == bytes(producer.capacity)
 
 
+def test_a_slot_ended_by_recovery_cannot_be_committed(pair: Pair) -> None:
+    producer, consumer = pair
+    slot = claim(producer, 1)
+    consumer.recover("producer")
+    assert reason_of(slot.commit) == "ring-stale"
+    assert consumer.read() is None
+
+
 def test_a_record_of_a_past_epoch_cannot_be_released(pair: Pair) -> None:
     producer, consumer = pair
     push(producer, b"x")

@@ -57,6 +57,7 @@ def test_release_wipes_as_far_as_anybody_touched(pair: tuple[Slab, Slab]) -> Non
     owner.claim(1)
     owner.view(0, 10)[:] = b"\xee" * 10
     other.view(5000, 10)[:] = b"\xee" * 10
+    other.view(20, 10)[:] = b"\xee" * 10
     assert b"\xee" in raw_data(owner)
     assert owner.release() == 5010
     assert raw_data(owner) == bytes(65536)
