@@ -7,7 +7,7 @@ from typing import Final
 
 from rich.text import Text
 
-WIDTH: Final = 64
+WIDTH: Final = 58
 _STYLES: Final = ("cyan", "blue", "magenta", "yellow", "dim", "green")
 
 
@@ -19,7 +19,7 @@ def timeline(rows: Mapping[str, Sequence[Sequence[float]]], width: int = WIDTH) 
     for (name, spans), style in zip(rows.items(), _STYLES * len(rows), strict=False):
         text.append(f"{name:<{label}} ", style="dim")
         text.append(_cells(spans, end, width), style=style)
-        text.append(f"  {_busy(spans):>9}\n")
+        text.append(f"  {_busy(spans):>8}\n")
     text.append(f"{'':<{label}} 0{_seconds(end):>{width - 1}}", style="dim")
     return text
 

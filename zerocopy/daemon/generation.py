@@ -302,6 +302,8 @@ def handoff_figures(trace: Trace) -> dict[str, object]:
         "wire_ms": ms(busy(trace.wire)),
         "import_ms": ms(busy(trace.imports)),
         "commit_ms": ms(trace.seconds("imported", "committed")),
+        "probe": trace.probe,
+        "probe_wait_ms": ms(trace.seconds("evaluated", "verified")),
         "probe_ms": ms(source["probe_ended"] - source["probe_started"] if "probe_ended" in source else None),
     }
 

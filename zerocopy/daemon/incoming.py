@@ -169,6 +169,7 @@ class Incoming:
                         self._locked(self.machine.imported)
                     case p.Verified() as verified:
                         self.trace.marks["verified"] = time.monotonic()
+                        self.trace.probe = verified.detail
                         self._do(self._locked(partial(self.machine.verified, verified.ok, verified.detail)))
                 self._step()
         except (JobFailed, HandoffError) as error:

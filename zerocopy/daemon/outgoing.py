@@ -178,7 +178,8 @@ class Outgoing:
     def _pump(self, lease: Lease) -> None:
         """Hand every page that is there, next in order and within credit, to the link; then the manifest."""
         while (page := self._next_page(lease)) is not None and self.machine.may_send(page.header):
-            self._head = None
+            if page is self._head:
+                self._head = None
             self._send(page)
         done = self._prefilled
         if done is not None and self.machine.next_sequence == done.pages and "manifest" not in self.trace.marks:

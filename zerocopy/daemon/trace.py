@@ -37,6 +37,7 @@ class Trace(msgspec.Struct):
     imports: list[Span] = []
     component_bytes: dict[str, int] = {}
     component_pages: dict[str, int] = {}
+    probe: str = "off"  # what the comparison with the source's probe gave
     source: dict[str, float] = {}  # a decoder's copy of the prefiller's own figures, seconds after GRANT reached it
     _kv: list[Span] = []
 
