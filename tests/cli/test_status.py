@@ -22,7 +22,16 @@ DETAIL: dict[str, object] = {
         {"name": "p1", "connected": True, "rtt_ms": 0.1234, "roles": ["prefill"], "last_error": None},
         {"name": "p2", "connected": False, "rtt_ms": None, "roles": [], "last_error": "refused"},
     ],
-    "recent_handoffs": [{"handoff": "ab", "outcome": "committed", "marks": {"asked": 1.0}, "chunks": [[0, 1, 2]]}],
+    "recent_handoffs": [
+        {
+            "handoff": "0123456789abcdef",
+            "role": "decoder",
+            "outcome": "committed",
+            "marks": {"asked": 1.0, "prefilled": 2.0, "committed": 2.25},
+            "chunks": [[0, 1, 2]],
+            "component_bytes": {"attention KV": 1 << 20, "token history": 1 << 19},
+        }
+    ],
 }
 
 
@@ -54,10 +63,12 @@ def test_a_serving_daemon_is_shown_in_sections(capsys: pytest.CaptureFixture[str
         "0.123",
         "yes",
         "no",
-        "committed",
+        "01234567",
+        "250",
+        "1.5 MiB",
     ):
         assert words in text, words
-    assert "None" not in text and "{" not in text
+    assert "None" not in text and "{" not in text and "[" not in text and "0123456789" not in text
 
 
 def test_json_is_the_daemons_own_report(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,7 @@ class ScriptedService:
         self.script = tuple(script)
         self.requests: list[GenerationRequest] = []
         self.closed = asyncio.Event()
+        self.completed = 0
         self.not_serving: str | None = None
         self.name: str | None = "tiny-model"
         self.template: tuple[str, str, str] | None = (CHATML, "<|im_start|>", "<|im_end|>")
@@ -54,6 +55,7 @@ class ScriptedService:
                     await step()
                 else:
                     yield step
+            self.completed += 1
         finally:
             self.closed.set()
 

@@ -14,6 +14,7 @@ from tests.daemon.front_door import (
     HELLO,
     STARTED,
     ScriptedService,
+    Step,
     failure,
     on_uvloop,
     open_door,
@@ -66,14 +67,14 @@ async def test_every_sampling_field_reaches_the_service() -> None:
 @on_uvloop
 async def test_a_prompt_is_text_or_one_text_or_token_ids() -> None:
     async with open_door() as door:
-        for prompt in ("text", ["text"], [1, 2, 3]):
-            assert (await door.post({"prompt": prompt})).status == 200
+        for good in ("text", ["text"], [1, 2, 3]):
+            assert (await door.post({"prompt": good})).status == 200
         assert [r.prompt for r in door.service.requests] == ["text", "text", [1, 2, 3]]
         assert not any(r.parse_special for r in door.service.requests)
-        for prompt in ("", [], [""], ["a", "b"], [1, "a"], [-1], [1 << 31], [1.5], None, {"a": 1}):
-            reply = await door.post({"prompt": prompt})
-            assert reply.status == 400, prompt
-            assert reply.error["param"] is not None and reply.error["param"].startswith("prompt"), prompt
+        for bad in ("", [], [""], ["a", "b"], [1, "a"], [-1], [1 << 31], [1.5], None, {"a": 1}):
+            reply = await door.post({"prompt": bad})
+            assert reply.status == 400, bad
+            assert reply.error["param"] is not None and reply.error["param"].startswith("prompt"), bad
 
 
 @on_uvloop
@@ -137,11 +138,24 @@ async def test_a_request_may_choose_its_placement_and_forbid_fallback() -> None:
 
 @on_uvloop
 async def test_a_failed_generation_is_never_200() -> None:
-    for script in ([failure()], [STARTED, Delta("a", 1), failure()], [STARTED], [], [FINISHED]):
+    scripts: list[list[Step]] = [[failure()], [STARTED, Delta("a", 1), failure()], [STARTED], [], [FINISHED]]
+    for script in scripts:
         async with open_door(ScriptedService(script)) as door:
             reply = await door.post(COMPLETION)
         assert reply.status >= 500, script
         assert reply.error["type"] == "server_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_served_request_is_read_to_its_end_and_not_cancelled(stream: bool) -> None:
+    """The service tells apart a client that left from one that has its answer."""
+
+    async def check() -> None:
+        async with open_door() as door:
+            assert (await door.post(COMPLETION | {"stream": stream})).status == 200
+            assert door.service.completed == 1
+
+    run(check())
 
 
 @on_uvloop
@@ -324,6 +338,7 @@ async def test_models_status_and_metrics() -> None:
         status = (await door.get("/v1/status")).json
         assert status == {"serving": True, "reason": None, "requests": {"active": 1}}
         metrics = await door.get("/metrics")
+        assert metrics.headers["Server"] == "zc-handoff"
         assert metrics.body == b"zc_serving 1.0\n"
         assert metrics.headers["Content-Type"].startswith("text/plain; version=0.0.4")
 

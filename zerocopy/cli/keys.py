@@ -119,5 +119,6 @@ def _read(source: str) -> str:
             with open(source, "rb") as file:
                 data = file.read(MAX_PEM + 1)
     except OSError as error:
-        raise CliError(f"cannot read {source}: {error.strerror}: give the output of keys show", ExitCode.USAGE) from error
+        sentence = f"cannot read {source}: {error.strerror}: give the output of keys show"
+        raise CliError(sentence, ExitCode.USAGE) from error
     return data.decode("ascii", "replace")

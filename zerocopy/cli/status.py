@@ -75,30 +75,40 @@ def _section(values: dict[str, Any]) -> RenderableType:
     flat = {_words(k): _value(k, v) for k, v in values.items() if not _nested(v)}
     parts: list[RenderableType] = [pairs(flat)] if flat else []
     for name, value in values.items():
-        if _nested(value) and value:
-            parts += [
-                Text(""),
-                Text(_words(name), "bold"),
-                _rows(value) if isinstance(value, list) else _section(value),
-            ]
+        if not (_nested(value) and value):
+            continue
+        rows = [_handoff(item) for item in value] if name == "recent_handoffs" else value
+        parts += [Text(""), Text(_words(name), "bold"), _rows(rows) if isinstance(rows, list) else _section(rows)]
     return Group(*parts)
 
 
+def _handoff(trace: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a trace that a person compares; all of it is in --json."""
+    row = {n: trace.get(n) for n in ("role", "peer", "transport", "prompt_tokens", "outcome", "reason")}
+    marks = trace.get("marks", {})
+    if "prefilled" in marks and "committed" in marks:
+        row["tail_ms"] = 1e3 * (marks["committed"] - marks["prefilled"])
+    row["state_bytes"] = sum(trace.get("component_bytes", {}).values())
+    return {"handoff": str(trace.get("handoff", ""))[:8], **row}
+
+
 def _nested(value: object) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict | list) for item in value))
 
 
 def _rows(items: list[dict[str, Any]]) -> RenderableType:
     """A table of what its rows have in common that fits in a cell: no nested values, no columns of nothing."""
-    names = [n for n in items[0] if not any(isinstance(i.get(n), dict | list) and _nested(i[n]) for i in items)]
+    names = [n for n in items[0] if not any(_nested(i.get(n)) for i in items)]
     names = [n for n in names if any(i.get(n) not in (None, "", [], {}) for i in items)]
-    numbers = frozenset(
-        index for index, n in enumerate(names) if all(isinstance(i.get(n), int | float | None) for i in items)
-    )
+    numbers = frozenset(index for index, n in enumerate(names) if all(_is_number(i.get(n)) for i in items))
     result = table(*(_words(n) for n in names), right=numbers)
     for item in items:
         result.add_row(*(_value(n, item.get(n)) for n in names))
     return result
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _words(name: str) -> str:

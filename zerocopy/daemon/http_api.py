@@ -57,7 +57,13 @@ def make_app(service: GenerationService, config: DaemonConfig) -> web.Applicatio
     app.router.add_get("/metrics", door.metrics)
     for path in sorted(_OPEN_PATHS):
         app.router.add_get(path, door.health)
+    app.on_response_prepare.append(_name_server)
     return app
+
+
+async def _name_server(request: web.Request, response: web.StreamResponse) -> None:
+    """Versions of Python and its libraries are nobody's business."""
+    response.headers["Server"] = "zc-handoff"
 
 
 async def start(app: web.Application, address: str) -> tuple[web.AppRunner, str]:
@@ -225,13 +231,17 @@ def _placement_headers(started: Started) -> dict[str, str]:
 
 
 async def _gather(events: AsyncIterator[Event]) -> tuple[str, Finished]:
+    """To the end of the iterator, not only to `Finished`: leaving early would be cancelling."""
     texts: list[str] = []
+    finished = None
     async for event in events:
         if isinstance(event, Delta):
             texts.append(event.text)
         elif isinstance(event, Finished):
-            return "".join(texts), event
-    raise _unfinished()
+            finished = event
+    if finished is None:
+        raise _unfinished()
+    return "".join(texts), finished
 
 
 async def _stream(
@@ -270,15 +280,18 @@ async def _relay(
     opening = answer.opening()
     if opening is not None:
         await _send(response, opening)
+    finished = None
     async for event in events:
         if isinstance(event, Delta) and event.text:
             await _send(response, answer.piece(event.text))
         elif isinstance(event, Finished):
-            await _send(response, answer.closing(event))
-            if with_usage:
-                await _send(response, answer.usage(event))
-            return await _send(response, None)
-    raise _unfinished()
+            finished = event
+    if finished is None:
+        raise _unfinished()
+    await _send(response, answer.closing(finished))
+    if with_usage:
+        await _send(response, answer.usage(finished))
+    await _send(response, None)
 
 
 async def _send(response: web.StreamResponse, chunk: Mapping[str, Any] | None) -> None:
