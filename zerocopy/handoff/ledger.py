@@ -67,10 +67,6 @@ class Ledger:
         self._parts = {c: _Part(_spec(schema, c), tokens) for c in required}
         self.pages = 0
 
-    @property
-    def required(self) -> tuple[Component, ...]:
-        return tuple(self._parts)
-
     def next_sequence(self, source: int = 0) -> int:
         return self._next[source]
 
@@ -104,12 +100,13 @@ class Ledger:
         return sum(len(p.tallies[source].entries) for p in self._parts.values() if source in p.tallies)
 
     def gaps(self, component: Component) -> list[Rectangle]:
+        """What of a required component has not landed yet, by layers then tokens."""
         return self._parts[component].landed.gaps()
 
     def check_complete(self) -> None:
         """Raises RemoteProtocolError naming the first component that is not whole, and its first gap."""
         for component, part in self._parts.items():
-            if gaps := part.landed.gaps():
+            if gaps := self.gaps(component):
                 raise RemoteProtocolError("state-incomplete", f"{component.label} lacks {_where(gaps[0])}")
             if not any(tally.closed for tally in part.tallies.values()):
                 raise RemoteProtocolError("state-incomplete", f"{component.label} has no page marked final")
