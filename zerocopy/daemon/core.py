@@ -194,6 +194,8 @@ class Core:
 
     def _engine_changed(self) -> None:
         self.telemetry.serving(self.worker.facts is not None)
+        if self._draining:
+            return
         if self.worker.facts is None:
             self.telemetry.worker_restarted("worker-lost")
         self.peers.announce()

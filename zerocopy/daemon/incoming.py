@@ -119,7 +119,7 @@ class Incoming:
         listener = self._loop.create_task(self._listen(job))
         self._loop.add_reader(lease.ring.space_fd, self._space_bell)
         try:
-            self._worker.send(_with_memory(request, lease))
+            self._worker.send(_granted(request, lease, self.machine.same_class))
             window = lease.ring.capacity - lease.ring.record_bytes(lease.ring.max_record)
             seed = secrets.randbits(64)
             grant = self._locked(
@@ -282,5 +282,5 @@ class Incoming:
         self._step()
 
 
-def _with_memory(request: p.Generate, lease: Lease) -> p.Generate:
-    return msgspec.structs.replace(request, ring=lease.ring_index, slab=lease.slab_index)
+def _granted(request: p.Generate, lease: Lease, same_class: bool) -> p.Generate:
+    return msgspec.structs.replace(request, ring=lease.ring_index, slab=lease.slab_index, same_class=same_class)

@@ -19,10 +19,11 @@ from transport.link import Link, LinkError
 from zerocopy.daemon.memory import Lease, SharedMemory
 from zerocopy.daemon.trace import Trace, busy
 from zerocopy.daemon.worker_process import Job, JobFailed, WorkerLost, WorkerProcess
-from zerocopy.handoff.components import HEADER_BYTES, SNAPSHOT, ComponentSpec, PageHeader
+from zerocopy.handoff.components import HEADER_BYTES, SNAPSHOT, Component, ComponentSpec, PageHeader
 from zerocopy.handoff.errors import HandoffError
 from zerocopy.handoff.machine import Action, Ended, Release, Send
 from zerocopy.handoff.messages import Abort, HandoffMessage, Prefill, encode, unpack_tokens
+from zerocopy.handoff.seen import SeenIds
 from zerocopy.handoff.source import SourceHandoff
 from zerocopy.worker import protocol as p
 
@@ -291,6 +292,7 @@ class OutgoingService:
         self._on_end = on_end
         self._turn = asyncio.Lock()
         self._handoffs: dict[bytes, Outgoing] = {}
+        self._seen = SeenIds()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -298,10 +300,10 @@ class OutgoingService:
         return len(self._handoffs)
 
     def prefill(self, link: Link, prefill: Prefill) -> None:
-        """A peer asks for a prompt's state."""
-        if prefill.handoff_id in self._handoffs:
-            self.refuse(link, prefill, "duplicate-handoff", "this handoff id is in use")
-        elif self.worker.facts is None:
+        """A peer asks for a prompt's state. A replayed id closes the link: no answer to it could not also end the
+        handoff that it imitates."""
+        self._seen.use(prefill.handoff_id)
+        if self.worker.facts is None:
             self.refuse(link, prefill, "engine-down", f"the prefiller cannot serve now: {self.worker.reason}")
         elif len(self._handoffs) >= MAX_QUEUED:
             self.refuse(link, prefill, "queue-full", f"the prefiller has {MAX_QUEUED} prompts queued")
@@ -343,7 +345,9 @@ class OutgoingService:
 
 
 def _largest_page(spec: ComponentSpec, page_tokens: int, prompt_tokens: int) -> int:
-    """Biggest ring payload of one component; the snapshot's parts do not ride in the ring."""
+    """Biggest ring payload of one component; the snapshot's parts do not ride in the ring, and the token history is
+    one page."""
     if spec.component in SNAPSHOT:
         return 0
-    return spec.page_bytes((0, spec.layers), (0, min(page_tokens, prompt_tokens)))
+    whole = spec.component is Component.TOKENS
+    return spec.page_bytes((0, spec.layers), (0, prompt_tokens if whole else min(page_tokens, prompt_tokens)))

@@ -17,7 +17,7 @@ from zerocopy.handoff.components import Component
 from zerocopy.worker.protocol import Span
 
 KEPT: Final = 32
-KV: Final = (Component.ATTENTION_KV, Component.MTP_KV)
+KV: Final = (Component.ATTENTION_KV.label, Component.MTP_KV.label)
 
 
 class Trace(msgspec.Struct):
@@ -33,30 +33,27 @@ class Trace(msgspec.Struct):
     marks: dict[str, float] = {}
     chunks: list[Span] = []
     exports: list[Span] = []
-    wire: list[Span] = []
+    wire: list[tuple[float, float, int, str]] = []  # with the component's label
     imports: list[Span] = []
     component_bytes: dict[str, int] = {}
     component_pages: dict[str, int] = {}
     probe: str = "off"  # what the comparison with the source's probe gave
     source: dict[str, float] = {}  # a decoder's copy of the prefiller's own figures, seconds after GRANT reached it
-    _kv: list[Span] = []
 
     def page(self, component: Component, span: Span) -> None:
         """One page went over the wire, or arrived from it."""
         label = component.label
         self.component_bytes[label] = self.component_bytes.get(label, 0) + span[2]
         self.component_pages[label] = self.component_pages.get(label, 0) + 1
-        self.wire.append(span)
-        if component in KV:
-            self._kv.append(span)
+        self.wire.append((*span, label))
 
     @property
     def kv_bytes(self) -> int:
-        return sum(nbytes for _began, _ended, nbytes in self._kv)
+        return self.kv_bytes_by(float("inf"))
 
     def kv_bytes_by(self, moment: float) -> int:
         """KV bytes whose transfer had ended at `moment`."""
-        return sum(nbytes for _began, ended, nbytes in self._kv if ended <= moment)
+        return sum(nbytes for _began, ended, nbytes, label in self.wire if ended <= moment and label in KV)
 
     def seconds(self, begin: str, end: str) -> float | None:
         """Between two marks; None unless both were reached."""
@@ -93,10 +90,10 @@ class Trace(msgspec.Struct):
         )
 
 
-def busy(spans: Iterable[Span]) -> float:
+def busy(spans: Iterable[tuple[float, float, *tuple[object, ...]]]) -> float:
     """Seconds in which at least one span was running."""
     total, until = 0.0, float("-inf")
-    for began, ended, _nbytes in sorted(spans):
+    for began, ended, *_ in sorted(spans, key=lambda span: span[0]):
         total += max(0.0, ended - max(began, until))
         until = max(until, ended)
     return total

@@ -57,6 +57,7 @@ class SinkHandoff(Machine):
             raise LocalProtocolError("prompt-too-short", "a one-token prompt has no state to hand over")
         self.tokens = len(prompt) - 1  # transferred; the last one is evaluated here
         self.manifest: Manifest | None = None
+        self.same_class = False  # RESERVE named this host's own exactness class: the probe must agree bit for bit
         self.proven = False  # manifest and ledger agree that everything is here
         self.required = required_components(schema, probe)
         if probe and Component.PROBE not in self.required:
@@ -245,6 +246,7 @@ class SinkHandoff(Machine):
         if mismatch:
             return self.reject(mismatch.reason, str(mismatch), have=mismatch.have, want=mismatch.want)
         self._largest_page = reserve.largest_page
+        self.same_class = self._identity.exactness == reserve.identity.exactness
         return []
 
     def _other_request(self, reserve: Reserve) -> Mismatch | None:

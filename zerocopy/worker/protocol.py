@@ -89,6 +89,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     ring: int | None = None
     slab: int | None = None
     probe: bool = False
+    same_class: bool = False  # both hosts are of one exactness class: the probe must be bit-equal
 
 
 class StateComplete(msgspec.Struct, frozen=True, tag=True):
