@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +24,7 @@ from tests.daemon.front_door import (
 )
 from zerocopy.config import DaemonConfig
 from zerocopy.daemon import http_api
+from zerocopy.daemon import openai_schema as schema
 from zerocopy.daemon.requests import Delta, Finished, Started
 from zerocopy.worker.sampling import Sampling
 
@@ -377,3 +380,10 @@ async def test_the_server_binds_what_it_was_told_and_says_where() -> None:
         assert door.address.startswith("127.0.0.1:") and not door.address.endswith(":0")
         with pytest.raises(OSError):
             await http_api.start(http_api.make_app(door.service, DaemonConfig()), door.address)
+
+
+def test_the_documentation_lists_every_field_that_is_served_ignored_or_refused() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    served = {*schema.CompletionBody.__struct_fields__, *schema.ChatBody.__struct_fields__}
+    listed = set(re.findall(r"`([a-z_]+)(?:\.[a-z_]+)?`", text))
+    assert served | schema.HARMLESS | set(schema.NEUTRAL) <= listed

@@ -175,6 +175,8 @@ def test_a_peers_text_cannot_forge_a_line_or_flood_the_log(log: io.StringIO) -> 
     text = log.getvalue()
     assert text.count("\n") == 1 and "\r" not in text and "\x1b" not in text
     assert len(text) < 700
+    log_event("link closed", reason="x\x1b[31my\x00z")  # a value that needs no quotes
+    assert "\x1b" not in log.getvalue() and "\x00" not in log.getvalue()
 
 
 def test_levels_below_the_configured_one_are_silent(restored_logging: None) -> None:
