@@ -130,12 +130,21 @@ class Hosts:
         self._hosts: dict[str, Host] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
-    def add(self, name: str, flags: Iterable[str], *, peers: Iterable[Host] = (), trusted: bool = True) -> Host:
-        """Make a host (not started) that dials `peers`; it and all earlier hosts trust each other's keys."""
+    def add(
+        self,
+        name: str,
+        flags: Iterable[str],
+        *,
+        peers: Iterable[Host] = (),
+        trusted: bool = True,
+        command: tuple[str, ...] | None = None,
+    ) -> Host:
+        """Make a host (not started) that dials `peers`; it and all earlier hosts trust each other's keys. `command`
+        runs this host in place of the others' command."""
         store = KeyStore(self._folder / name)
         store.new(name)
         dial = [flag for peer in peers for flag in ("--peer", f"{peer.name}={peer.address}")]
-        host = Host(name, self._folder, [*flags, *dial], self._command)
+        host = Host(name, self._folder, [*flags, *dial], command or self._command)
         for other in self._hosts if trusted else ():
             theirs = KeyStore(self._folder / other)
             store.trust(other, theirs.show()[0])
