@@ -6,6 +6,7 @@ through is `generation`, what a peer's prompt goes through is `outgoing`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from collections import deque
@@ -20,8 +21,8 @@ from zerocopy.daemon.generation import Generation
 from zerocopy.daemon.memory import SharedMemory
 from zerocopy.daemon.outgoing import OutgoingService
 from zerocopy.daemon.peers import Peers
-from zerocopy.daemon.requests import Event, GenerationRequest, RequestError, ServiceStatus
-from zerocopy.daemon.telemetry import Telemetry, log_event
+from zerocopy.daemon.requests import Event, GenerationRequest, RequestError, ServiceStatus, Started
+from zerocopy.daemon.telemetry import Outcome, Placement, Telemetry, log_event
 from zerocopy.daemon.trace import KEPT, Trace
 from zerocopy.daemon.worker_process import WORKER_COMMAND, WorkerProcess
 from zerocopy.handoff.components import PageHeader
@@ -71,20 +72,25 @@ class Core:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         self.telemetry.request_started()
-        outcome, reason = "cancelled", "cancelled"
+        outcome: Outcome = "cancelled"
+        reason = "cancelled"
+        placement: Placement = "none"
         try:
             if self._draining:
                 raise RequestError("shutdown", "this host is shutting down", 503)
             if request.proof_key is not None and not self.config.allow_proofs:
                 raise RequestError("proofs-off", "this host gives no proofs: start it with --allow-proofs", 403)
-            async for event in self._route(request):
-                yield event
+            async with contextlib.aclosing(self._route(request)) as events:
+                async for event in events:
+                    if isinstance(event, Started):
+                        placement = event.placement
+                    yield event
             outcome, reason = "ok", "ok"
         except RequestError as error:
             outcome, reason = "failed", error.reason
             raise
         finally:
-            self.telemetry.request_ended(outcome, reason, "none")  # type: ignore[arg-type]
+            self.telemetry.request_ended(outcome, reason, placement)
 
     def _route(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """Here, or on a decode peer when this host only prefills."""

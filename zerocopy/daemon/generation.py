@@ -74,8 +74,9 @@ class Generation:
             session = _Session(self, request, tokens, decision, arrived)
             async with self._lane_turn():
                 try:
-                    async for event in session.run():
-                        yield event
+                    async with contextlib.aclosing(session.run()) as events:
+                        async for event in events:
+                            yield event
                 finally:
                     await _finish(session.close())
         except WorkerLost as error:

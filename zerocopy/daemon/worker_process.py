@@ -177,7 +177,8 @@ class WorkerProcess:
     async def tokenize(self, text: str, *, parse_special: bool) -> list[int]:
         job = self.open_job()
         try:
-            self.send(p.Tokenize(job.number, text, add_special=True, parse_special=parse_special))
+            # A chat template writes its own beginning of text; two would be a different prompt.
+            self.send(p.Tokenize(job.number, text, add_special=not parse_special, parse_special=parse_special))
             answer = await job.next()
             assert isinstance(answer, p.Tokenized)
             return answer.tokens
