@@ -102,7 +102,12 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
 def test_only_errors_are_kept_and_only_the_last_few() -> None:
     library = abi.open_library()
     library._log.clear()
-    for level, text in [(2, b"info\n"), (3, b"warning\n"), *[(4, b"error %d\n" % i) for i in range(50)]]:
+    for level, text in [
+        *[(4, b"error %d\n" % i) for i in range(50)],
+        (2, b"info\n"),
+        (3, b"warning\n"),
+        (5, b"more\n"),
+    ]:
         library._callback(level, library.ffi.new("char[]", text), library.ffi.NULL)
     message = str(library.failure("test", "something failed"))
     assert message.endswith("error 46 / error 47 / error 48 / error 49")

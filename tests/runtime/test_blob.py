@@ -232,6 +232,35 @@ def test_the_importer_writes_the_prefix_itself(specimens: dict[str, Specimen]) -
     assert back == specimen.snapshot == received
 
 
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+@pytest.mark.parametrize("family", ["mamba2", "nemotron_h_moe+mtp"])
+def test_a_mutated_snapshot_is_refused_or_means_what_it_says(
+    family: str, specimens: dict[str, Specimen], data: st.DataObject
+) -> None:
+    specimen = specimens[family]
+    assert specimen.snapshot is not None
+    received = memoryview(bytearray(specimen.snapshot))
+    prefix, words = specimen.runtime.facts.schema.snapshot_prefix, len(received) // 4
+    rows = [prefix + 4 * i for i in range(3)]  # the first layer's row header
+    offset = data.draw(st.one_of(st.sampled_from(rows), st.integers(0, words - 1).map(lambda w: 4 * w)))
+    value = data.draw(st.one_of(st.sampled_from(SPECIAL), st.integers(0, 0xFFFFFFFF)))
+    received[offset : offset + 4] = struct.pack("<I", value)
+    lane = specimen.decoder
+    lane.clear()
+    if page := specimen.page.get(Component.ATTENTION_KV):
+        lane.import_page(Component.ATTENTION_KV, (0, 32), specimen.first[Component.ATTENTION_KV])
+        lane.import_page(Component.ATTENTION_KV, TOKENS, page)
+    try:
+        lane.import_snapshot(received, N)
+    except EngineError as error:
+        assert error.reason == "blob" and received != specimen.snapshot
+        return
+    back = room(len(received))
+    lane.export_snapshot(back)
+    assert back == received
+
+
 def test_discovery_refuses_bytes_that_do_not_add_up(specimens: dict[str, Specimen]) -> None:
     lane = specimens["nemotron_h_moe+mtp"].runtime.open_lane()
     lane.prefill([1, 2, 3], 0)
@@ -242,9 +271,20 @@ def test_discovery_refuses_bytes_that_do_not_add_up(specimens: dict[str, Specime
         with pytest.raises(EngineError) as error:
             blob.discover(memoryview(full), **(right | wrong))  # type: ignore[arg-type]
         assert error.value.reason == "blob"
-    for cut in (0, 7, 20, len(full) - 1):
+    recurrent = lane._m.geometries[Component.RECURRENT].recurrent
+    assert recurrent is not None
+    one_row_less = len(full) - 12 - recurrent.state[-1].bytes
+    for cut in (0, 7, 20, len(full) - 1, one_row_less):
         with pytest.raises(EngineError):
             blob.discover(memoryview(full)[:cut], **right)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("family", "component"), CASES)
+def test_a_blank_page_is_a_page(family: str, component: Component, specimens: dict[str, Specimen]) -> None:
+    specimen = specimens[family]
+    blank = room(len(specimen.page[component]))
+    blob.write_blank_page(blank, specimen.geometry(component), TOKENS)
+    assert take(specimen.decoder, specimen, component, blank) == blank
 
 
 def test_size_formula_of_a_plain_model_by_hand() -> None:

@@ -305,6 +305,8 @@ def test_close_gives_memory_back(model_file: ModelFile) -> None:
     for _ in range(9):
         after = once()
     assert after - before < 16 << 20
+    if Path("/proc/self/maps").exists():
+        assert str(model_file("llama")) not in Path("/proc/self/maps").read_text()  # weights are unmapped too
 
 
 def test_the_engine_prints_nothing(model_file: ModelFile) -> None:

@@ -191,18 +191,17 @@ def test_a_wrong_hidden_row_leaves_the_target_right_and_the_head_wrong(family: s
 
 def test_pages_may_be_exported_long_after_their_chunk(open_runtime: OpenRuntime) -> None:
     """Sliding windows included: old cells are kept, so a full ring never stops compute."""
-    runtime = open_runtime("gemma3")
-    facts = runtime.facts
-    tokens = prompt(facts, 300)
+    runtime = open_runtime("gemma3", options(n_ctx=1024))
+    facts, n = runtime.facts, 12 * models.WINDOW  # more than any ring the engine would keep for the window alone
+    history = prompt(facts, n)
     eager, late = runtime.open_lane(), runtime.open_lane()
     assert not facts.export_before_next_chunk
     pages = []
-    for start in range(0, 299, facts.chunk_tokens):
-        eager.prefill(tokens[start : min(start + facts.chunk_tokens, 299)], start)
-        done = min(start + facts.chunk_tokens, 299)
-        pages += [p for p in export_state(eager, facts, done).pages if p[1][1] > start]
-    prefill(late, facts, tokens[:-1])
-    assert [bytes(p) for _, _, p in pages] == [bytes(p) for _, _, p in export_state(late, facts, 299).pages]
+    for end in range(facts.chunk_tokens, n + 1, facts.chunk_tokens):
+        eager.prefill(history[end - facts.chunk_tokens : end], end - facts.chunk_tokens)
+        pages += export_state(eager, facts, end).pages[-facts.chunk_tokens // facts.page_tokens :]
+    prefill(late, facts, history)
+    assert [bytes(p) for _, _, p in pages] == [bytes(p) for _, _, p in export_state(late, facts, n).pages]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "nemotron_h_moe+mtp", "qwen35+mtp"])

@@ -116,6 +116,38 @@ def test_a_page_after_the_snapshot_is_refused(runtime: LlamaRuntime, source: Lla
     assert reason(error) == "snapshot-last"
 
 
+def test_a_hidden_row_counts_only_after_the_pages_it_follows(
+    runtime: LlamaRuntime, source: LlamaLane, decoder: LlamaLane
+) -> None:
+    state = export_state(source, runtime.facts, N)
+    assert state.hidden is not None
+    decoder.import_hidden(state.hidden)
+    hidden, state.hidden = state.hidden, None
+    import_state(decoder, state)
+    with pytest.raises(EngineError, match="MTP hidden row is valid after 0 tokens"):
+        decoder.evaluate(0, N)
+    decoder.import_hidden(hidden)
+    decoder.evaluate(0, N)
+
+
+def test_what_a_misbehaving_engine_exports_never_leaves(
+    runtime: LlamaRuntime, source: LlamaLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export is checked like an import: here the engine writes cells and rows that nobody asked for."""
+
+    def fill(*arguments: object) -> None:
+        arguments[-1][:] = b"\x01" * len(arguments[-1])  # type: ignore[index, arg-type]
+
+    monkeypatch.setattr(source._target, "export_range", fill)
+    monkeypatch.setattr(source._target, "export_recurrent", fill)
+    with pytest.raises(EngineError) as error:
+        source.export_page(Component.ATTENTION_KV, (0, 32), page_room(runtime.facts, Component.ATTENTION_KV, (0, 32)))
+    assert reason(error) == "blob"
+    with pytest.raises(EngineError) as error:
+        source.export_snapshot(room(runtime.facts.schema.snapshot_bytes()))
+    assert reason(error) == "blob"
+
+
 def test_evaluation_at_the_wrong_position_is_refused(runtime: LlamaRuntime, source: LlamaLane) -> None:
     for position in (0, N - 1, N + 1):
         with pytest.raises(EngineError) as error:
@@ -284,6 +316,7 @@ def test_clear_leaves_nothing_behind(family: str, open_runtime: OpenRuntime) -> 
     positions = lane.positions()
     assert positions.target == -1 and positions.mtp in (None, -1)
     assert lane.mtp_logits() is None
+    assert not any(lane._target._batch.token[0 : runtime.facts.chunk_tokens])
     if lane._mtp:
         assert not lane._mtp._rows.any()
     with pytest.raises(EngineError):

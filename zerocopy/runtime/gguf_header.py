@@ -124,7 +124,7 @@ class _Reader:
         digest = hashlib.sha256()
         for key in sorted(k for k in values if k.startswith("tokenizer.") and not k.startswith(_TEMPLATE)):
             kind, start, end = values[key]
-            digest.update(struct.pack("<II", len(key), kind) + key.encode() + struct.pack("<Q", end - start))
+            digest.update(struct.pack("<II", len(key), kind) + key.encode())  # values delimit themselves
             with memoryview(self._data) as data, data[start:end] as value:
                 digest.update(value)
         return digest.hexdigest()

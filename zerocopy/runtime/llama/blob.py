@@ -122,19 +122,28 @@ def write_snapshot_prefix(blob: memoryview, geometry: Geometry, n_tokens: int) -
 
 def check_page(page: memoryview, geometry: Geometry, tokens: tuple[int, int], n_vocab: int) -> None:
     """Raise EngineError `blob` unless `page` is exactly a page of these tokens: all that follows is rows."""
-    cells = tokens[1] - tokens[0]
     walk = _Walk(page)
+    _check_page(walk, geometry, tokens, n_vocab)
+    walk.finish()
+
+
+def write_blank_page(page: memoryview, geometry: Geometry, tokens: tuple[int, int]) -> None:
+    """Headers of these tokens' page around rows left as they are; for filling an engine without evaluating."""
+    _check_page(_WritingWalk(page), geometry, tokens, n_vocab=1)
+
+
+def _check_page(walk: _Walk, geometry: Geometry, tokens: tuple[int, int], n_vocab: int) -> None:
+    cells = tokens[1] - tokens[0]
     walk.expect("magic", "<I", MAGIC)
     walk.expect("sequence", "<i", PAGE_SEQUENCE)
     for cache in geometry.caches:
         walk.expect("stream count", "<I", 1)
         walk.expect("cell count", "<I", cells)
-        _check_cells(walk.take(cells * geometry.cell.itemsize), geometry, tokens, n_vocab)
+        walk.expect_cells(geometry, tokens, n_vocab)
         _check_cache(walk, cache, cells)
     if geometry.recurrent:
         walk.expect("recurrent cell count", "<I", 0)
         _check_recurrent(walk, geometry.recurrent, 0)
-    walk.finish()
 
 
 def check_snapshot(blob: memoryview, geometry: Geometry, n_tokens: int) -> None:
@@ -148,20 +157,6 @@ def check_snapshot(blob: memoryview, geometry: Geometry, n_tokens: int) -> None:
     walk.expect("sequences of the cell", "<I", 0)
     _check_recurrent(walk, geometry.recurrent, 1)
     walk.finish()
-
-
-def _check_cells(cells: memoryview, geometry: Geometry, tokens: tuple[int, int], n_vocab: int) -> None:
-    found = np.frombuffer(cells, dtype=geometry.cell)
-    positions = np.arange(*tokens, dtype=np.int32)
-    right = (found["position"] == positions) & (found["sequences"] == 1) & (found["sequence"] == PAGE_SEQUENCE)
-    if geometry.m_rope:  # text: all planes agree, and the token is one of the vocabulary
-        right &= (found["x"] == positions) & (found["y"] == positions)
-        right &= (found["token"] >= 0) & (found["token"] < n_vocab)
-    if not right.all():
-        wrong = int(np.argmin(right))
-        raise EngineError(
-            "blob", f"cell {wrong} of the page does not describe position {tokens[0] + wrong}; the page is refused"
-        )
 
 
 def _check_cache(walk: _Walk, cache: KvCache, cells: int) -> None:
@@ -215,6 +210,18 @@ class _Walk:
         if found != value:
             raise EngineError("blob", f"state blob has {what} {found}, this engine's is {value}; the state is refused")
 
+    def expect_cells(self, geometry: Geometry, tokens: tuple[int, int], n_vocab: int) -> None:
+        cells = self.take((tokens[1] - tokens[0]) * geometry.cell.itemsize)
+        found = np.frombuffer(cells, dtype=geometry.cell)
+        positions = np.arange(*tokens, dtype=np.int32)
+        right = (found["position"] == positions) & (found["sequences"] == 1) & (found["sequence"] == PAGE_SEQUENCE)
+        if geometry.m_rope:  # text: all planes agree, and the token is one of the vocabulary
+            right &= (found["x"] == positions) & (found["y"] == positions)
+            right &= (found["token"] >= 0) & (found["token"] < n_vocab)
+        if not right.all():
+            wrong = tokens[0] + int(np.argmin(right))
+            raise EngineError("blob", f"a cell of the page does not describe position {wrong}; the page is refused")
+
     def finish(self) -> None:
         if self._at != len(self._view):
             raise EngineError("blob", f"state blob has {len(self._view) - self._at} bytes after its end")
@@ -222,6 +229,21 @@ class _Walk:
     @property
     def at_end(self) -> bool:
         return self._at == len(self._view)
+
+
+class _WritingWalk(_Walk):
+    """The same cursor, writing what it would have expected."""
+
+    def expect(self, what: str, layout: str, value: int) -> None:
+        self.take(struct.calcsize(layout))[:] = struct.pack(layout, value)
+
+    def expect_cells(self, geometry: Geometry, tokens: tuple[int, int], n_vocab: int) -> None:
+        cells = np.frombuffer(self.take((tokens[1] - tokens[0]) * geometry.cell.itemsize), dtype=geometry.cell)
+        cells["position"] = np.arange(*tokens, dtype=np.int32)
+        cells["sequences"], cells["sequence"] = 1, PAGE_SEQUENCE
+        if geometry.m_rope:
+            cells["x"] = cells["y"] = cells["position"]
+            cells["token"] = 0
 
 
 def discover(blob: memoryview, *, kv_caches: int, recurrent: bool, m_rope: bool) -> Geometry:

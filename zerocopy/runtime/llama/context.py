@@ -95,6 +95,17 @@ class Context:
         finally:
             self.drop(PAGE_SEQUENCE)
 
+    def range_size(self, tokens: tuple[int, int]) -> int:
+        """Bytes of a page by the engine's own count; slow, so only for checking formulas."""
+        self.copy(LIVE_SEQUENCE, PAGE_SEQUENCE, tokens)
+        self.copy(_EMPTY_SEQUENCE, PAGE_SEQUENCE)
+        size = int(self._c.llama_state_seq_get_size_ext(self.handle, PAGE_SEQUENCE, 0))
+        self.drop(PAGE_SEQUENCE)
+        return size
+
+    def recurrent_size(self) -> int:
+        return int(self._c.llama_state_seq_get_size_ext(self.handle, LIVE_SEQUENCE, _RECURRENT_ONLY))
+
     def import_range(self, page: memoryview) -> None:
         """Append a checked page to the live sequence. On a hybrid this drops the live recurrent state."""
         try:

@@ -202,6 +202,21 @@ class LlamaLane:
             self._mtp.close()
         self._target.close()
 
+    def fill(self, component: Component, tokens: tuple[int, int]) -> None:
+        """Append a page of zeros: for measuring, not for serving."""
+        spec = self._spec(component)
+        page = memoryview(bytearray(spec.page_bytes((0, spec.layers), tokens)))
+        blob.write_blank_page(page, self._m.geometries[component], tokens)
+        self.import_page(component, tokens, page)
+
+    def page_size(self, component: Component, tokens: tuple[int, int]) -> int:
+        """By the engine's own count."""
+        return self._context(component).range_size(tokens)
+
+    def snapshot_size(self) -> int:
+        """By the engine's own count."""
+        return self._target.recurrent_size()
+
     # -- details ---------------------------------------------------------------------------------------------------
 
     @contextmanager
