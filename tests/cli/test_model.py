@@ -94,3 +94,18 @@ def test_a_mistake_is_one_line(
     assert captured.out == "" and captured.err.count("\n") == 1
     assert all(word in captured.err for word in words), captured.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_synthetic_model_is_written_under_a_name_that_says_so_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["model", "make", "synthetic", "-o", str(tmp_path / "super.gguf")]) == 2
+    assert "must end in .synthetic.json" in capsys.readouterr().err
+    file = tmp_path / "super.synthetic.json"
+    assert main.run(["model", "make", "synthetic", "-o", str(file)]) == 0
+    assert json.loads(file.read_text())["prefill_tokens_per_s"] == 768.84
+    capsys.readouterr()
+    report = shown(file, capsys)
+    assert report["model"] == "synthetic nemotron-3-super" and report["identity"]["architecture"] == "synthetic"
+    parts = {part["name"]: part["bytes"] for part in report["components"]}
+    assert parts["attention KV"]["32768"] == 32768 * 8192 and parts["recurrent state"]["1024"] == 167_772_160

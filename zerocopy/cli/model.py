@@ -23,9 +23,9 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")
 @app.command("make")
 def make(
     family: Annotated[
-        str, typer.Argument(help="llama, gemma3, mamba2, nemotron_h, nemotron_h_moe+mtp, qwen35+mtp ...")
+        str, typer.Argument(help="llama, gemma3, mamba2, nemotron_h, nemotron_h_moe+mtp, qwen35+mtp ... or synthetic")
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="GGUF file to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File to write.")],
     seed: Annotated[int, typer.Option(help="Same seed, same bytes.", min=0)] = 0,
     scale: Annotated[int, typer.Option(help="Widen the model, to have more state.", min=1, max=16)] = 1,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
@@ -34,13 +34,15 @@ def make(
     """Write a tiny model with random weights. It talks nonsense, but its state has every part of its family's.
 
     zc-handoff model make nemotron_h_moe+mtp -o tiny.gguf
-    """
-    from zerocopy.runtime import models
 
+    [bold]synthetic[/bold] has no weights: state of Nemotron 3 Super's exact size, at a speed that the file says.
+
+    zc-handoff model make synthetic -o super.synthetic.json
+    """
     if output.exists() and not force:
         raise CliError(f"{output} exists: choose another name or give --force", ExitCode.USAGE)
     try:
-        models.make(family, output, seed=seed, scale=scale)
+        _write(family, output, seed, scale)
     except ValueError as error:
         raise CliError(str(error), ExitCode.USAGE) from error
     except OSError as error:
@@ -52,9 +54,21 @@ def make(
         print(f"{output}: {family}, {bytes_text(size)}")
 
 
+def _write(family: str, output: Path, seed: int, scale: int) -> None:
+    if family == "synthetic":
+        from zerocopy.runtime import synthetic
+
+        speeds = (synthetic.GB10_PREFILL, synthetic.GB10_DECODE)
+        synthetic.write_descriptor(output, synthetic.Descriptor("nemotron-3-super", *speeds))
+    else:
+        from zerocopy.runtime import models
+
+        models.make(family, output, seed=seed, scale=scale)
+
+
 @app.command("show")
 def show_model(
-    file: Annotated[Path, typer.Argument(help="GGUF file.", metavar="FILE")],
+    file: Annotated[Path, typer.Argument(help="GGUF file, or a synthetic model.", metavar="FILE")],
     kv_type: Annotated[str, typer.Option(help="Number type of the KV cache.")] = "f16",
     json: Json = False,
 ) -> None:
@@ -103,10 +117,11 @@ def state_bytes(spec: ComponentSpec, tokens: int, page_tokens: int) -> int:
 
 
 def _facts(file: Path, kv_type: str) -> EngineFacts:
-    from zerocopy.runtime.llama.engine import LlamaOptions, LlamaRuntime
+    from zerocopy.runtime.llama.engine import LlamaOptions
+    from zerocopy.worker.main import WorkerOptions, open_runtime
 
     note(f"loading {file} ...")
-    runtime = LlamaRuntime(file, LlamaOptions(kv_type_k=kv_type, kv_type_v=kv_type))
+    runtime = open_runtime(WorkerOptions(str(file), (), LlamaOptions(kv_type_k=kv_type, kv_type_v=kv_type)))
     try:
         return runtime.facts
     finally:

@@ -17,6 +17,7 @@ import msgspec
 
 from zerocopy.runtime.base import EngineError, Runtime
 from zerocopy.runtime.llama.engine import LlamaOptions, LlamaRuntime
+from zerocopy.runtime.synthetic import SyntheticOptions, SyntheticRuntime, is_descriptor
 from zerocopy.worker.loop import Worker
 from zerocopy.worker.protocol import Ready, StartFailed, WorkerSocket
 
@@ -30,6 +31,9 @@ class WorkerOptions(msgspec.Struct, frozen=True):
 
 
 def open_runtime(options: WorkerOptions) -> Runtime:
+    if is_descriptor(options.model):
+        o = options.llama
+        return SyntheticRuntime(options.model, SyntheticOptions(o.n_ctx, o.chunk_tokens, o.page_tokens, o.kv_type_k))
     return LlamaRuntime(options.model, options.llama)
 
 
