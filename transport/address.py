@@ -6,6 +6,7 @@ Parses, formats, resolves, and says which addresses no other machine can use. Ow
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import socket
 from dataclasses import dataclass
@@ -52,7 +53,13 @@ def from_socket(name: SocketAddress) -> Address:
 
 
 async def resolve(address: Address, *, passive: bool = False) -> list[tuple[int, SocketAddress]]:
-    """(family, socket address) to try in order. A link-local zone becomes the scope id."""
+    """(family, socket address) to try in order. A link-local zone becomes the scope id (uvloop's resolver drops it)."""
+    with contextlib.suppress(ValueError):
+        ip = ipaddress.ip_address(address.host)
+        if isinstance(ip, ipaddress.IPv4Address):
+            return [(socket.AF_INET, (address.host, address.port))]
+        host = address.host.partition("%")[0]
+        return [(socket.AF_INET6, (host, address.port, 0, _scope(ip.scope_id)))]
     flags = socket.AI_PASSIVE if passive else 0
     loop = asyncio.get_running_loop()
     try:
@@ -60,6 +67,16 @@ async def resolve(address: Address, *, passive: bool = False) -> list[tuple[int,
     except (socket.gaierror, UnicodeError) as error:
         raise LinkError("unknown-host", f"{address.host} does not resolve ({error}): check the address") from error
     return [(int(family), sockaddr) for family, _, _, _, sockaddr in found]
+
+
+def _scope(zone: str | None) -> int:
+    if zone is None:
+        return 0
+    try:
+        return int(zone) if zone.isdigit() else socket.if_nametoindex(zone)
+    except OSError:
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        raise LinkError("unknown-host", f"there is no interface {zone}, only {names}: correct the zone") from None
 
 
 def refuse_advertising(address: Address) -> str | None:

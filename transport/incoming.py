@@ -58,7 +58,6 @@ class IncomingPages:
         self._pages: dict[int, IncomingPage] = {}
         self._next_claim = 0
         self._skipped: set[int] = set()  # cancelled before their turn
-        self._closing = False
 
     def announce(self, number: int, announcement: bytes) -> PageShape:
         """A PAGE record, or its repetition. Raises LinkError if it is out of bounds or contradicts an earlier one."""
@@ -74,10 +73,11 @@ class IncomingPages:
                 self._changed.notify_all()
         return shape
 
-    def begin(self, number: int, index: int, record: RecordHeader) -> memoryview | None:
-        """Where to decrypt this record, or None: verify and drop it. Call `finish` after writing."""
+    def begin(self, number: int, index: int, record: RecordHeader, stopped: Callable[[], bool]) -> memoryview | None:
+        """Where to decrypt this record, or None: verify and drop it. Call `finish` after writing. Raises LinkError
+        ("stream-lost") if it would have to wait for its turn and `stopped()`, see `wake`."""
         with self._changed:
-            self._claim_through(number)
+            self._claim_through(number, stopped)
             page = self._pages.get(number)
             if page is None or page.landing is None or page.dead or page.taken[index]:
                 self._stats.records_repeated += 1
@@ -87,7 +87,7 @@ class IncomingPages:
             page.writers += 1
             return page.landing.view[record.offset : record.offset + record.length]
 
-    def _claim_through(self, number: int) -> None:
+    def _claim_through(self, number: int, stopped: Callable[[], bool]) -> None:
         """Claim every page up to `number`, in order, waiting for announcements that other streams carry."""
         deadline = time.monotonic() + self._turn_s
         while self._next_claim <= number:
@@ -98,8 +98,8 @@ class IncomingPages:
             elif turn in self._pages:
                 self._next_claim += 1
                 self._claim(turn, self._pages[turn])
-            elif self._closing:
-                raise LinkError("stream-lost", "the link is closing")
+            elif stopped():  # what it waits for may have been on this very stream, and comes again on another
+                raise LinkError("stream-lost", "a bulk connection ended while a page waited for its turn")
             elif not self._changed.wait(deadline - time.monotonic()):
                 raise LinkError(
                     "page-order", f"page {turn} was not announced within {self._turn_s:g} s of page {number}"
@@ -156,10 +156,9 @@ class IncomingPages:
             self._changed.notify_all()
         self._acknowledge(number)
 
-    def stop(self) -> None:
-        """Wake and end every wait for a turn. Any thread."""
+    def wake(self) -> None:
+        """A stream stopped: its receiver must not wait any longer. Any thread."""
         with self._changed:
-            self._closing = True
             self._changed.notify_all()
 
     def close(self) -> None:

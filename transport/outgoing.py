@@ -158,6 +158,7 @@ class OutgoingPages:
             ready = page.readers == 0 and (page.done or page.cancelled or self._error is not None)
         if not ready or page.future.done():
             return False
+        page.payload.release()  # its memory may be unmapped from here on
         page.future.settle(cancelled=page.cancelled, error=None if page.done else self._error)
         return page.cancelled and not page.done and page.number >= 0
 

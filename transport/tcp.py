@@ -12,6 +12,7 @@ import ssl
 from typing import Final
 
 from transport.address import parse, resolve
+from transport.dial import dial
 from transport.frames import ID_BYTES, KEY_BYTES, MAGIC, MAX_RECORD, MIN_RECORD, OPENING, PREAMBLE, key_chains
 from transport.keys import KeyStore
 from transport.link import LinkError, LinkOwner
@@ -37,8 +38,10 @@ class TcpEndpoint:
         record_bytes: int = DEFAULT_RECORD_BYTES,
         timing: Timing | None = None,
         limits: StrangerLimits | None = None,
+        congestion: str | None = None,
         key_bytes: int = KEY_BYTES,
     ) -> None:
+        """`congestion` names a TCP congestion control for bulk connections; the kernel's default otherwise."""
         if not 1 <= streams <= MAX_STREAMS or not MIN_RECORD <= record_bytes <= MAX_RECORD:
             raise ValueError(f"{streams} streams of {record_bytes}-byte records are out of bounds")
         self.keys = keys
@@ -46,6 +49,7 @@ class TcpEndpoint:
         self.timing = timing or Timing()
         self.record_bytes = record_bytes
         self.key_bytes = key_bytes
+        self.congestion = congestion
         self.expected: dict[bytes, tuple[TcpLink, bytes]] = {}
         self._streams = streams
         self._links: set[TcpLink] = set()
@@ -92,21 +96,13 @@ class TcpEndpoint:
     # -- connecting
 
     async def _reach(self, peer: str, address: str) -> socket.socket:
-        loop = asyncio.get_running_loop()
         failure: Exception | None = None
-        for family, sockaddr in await resolve(parse(address)):
-            sock = socket.socket(family, socket.SOCK_STREAM)
+        for _, sockaddr in await resolve(parse(address)):
             try:
-                sock.setblocking(False)
                 async with asyncio.timeout(self.timing.greet_s):
-                    await loop.sock_connect(sock, sockaddr)
-                return sock
-            except (OSError, TimeoutError) as error:
-                sock.close()
+                    return await dial(sockaddr)
+            except OSError as error:  # a timeout, too
                 failure = error
-            except BaseException:
-                sock.close()
-                raise
         why = failure or "no address"
         raise LinkError("unreachable", f"{peer} at {address} cannot be reached ({why}): is its daemon running?")
 
@@ -130,26 +126,36 @@ class TcpEndpoint:
 
     # -- accepting
 
-    async def _greet_control(self, sock: socket.socket) -> bool:
+    async def _greet_control(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
+        try:
+            context = self.keys.server_context()
+        except (LinkError, OSError):
+            sock.close()
+            raise
         link = TcpLink(self, connecting=None)
         self._links.add(link)
         try:
-            await loop.connect_accepted_socket(
+            await loop.connect_accepted_socket(  # owns the socket from here on, also when it fails
                 lambda: Control(link),
                 sock,
-                ssl=self.keys.server_context(),
+                ssl=context,
                 ssl_handshake_timeout=self.timing.greet_s,
                 ssl_shutdown_timeout=1.0,
             )
             await link.opened
         except BaseException:
             link.close("stranger")
+            raise
+
+    async def _greet_bulk(self, sock: socket.socket) -> None:
+        try:
+            await self._accept_stream(sock)
+        except BaseException:
             sock.close()
             raise
-        return True
 
-    async def _greet_bulk(self, sock: socket.socket) -> bool:
+    async def _accept_stream(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         first = await receive_exactly(loop, sock, PREAMBLE)
         stream_id = first[len(MAGIC) :]
@@ -162,7 +168,6 @@ class TcpEndpoint:
             raise LinkError("stranger", "the stream was opened by someone else, or its link closed, meanwhile")
         await loop.sock_sendall(sock, opening(keys[0], stream_id))
         link.adopt(sock, keys)
-        return True
 
     # -- for links
 

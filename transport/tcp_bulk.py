@@ -40,7 +40,7 @@ SOCKET_BUFFER: Final = 4 << 20
 STREAM_REASONS: Final = frozenset({"stream-lost", "stream-stalled"})  # end this stream, not the link
 
 
-def tune(sock: socket.socket, timeout_s: float) -> None:
+def tune(sock: socket.socket, timeout_s: float, congestion: str | None) -> None:
     """For an authenticated bulk connection: never for a stranger, whose bytes would fill these buffers."""
     sock.setblocking(True)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -50,6 +50,8 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    if congestion is not None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
     if sys.platform == "linux":
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
 
@@ -84,6 +86,7 @@ class BulkStream:
         self._ended = ended
         self._lock = threading.Lock()
         self._running = 2
+        self._stopped = False
         self.error: LinkError | None = None  # the first one, which explains the others
         self._threads = [
             threading.Thread(target=self._run, args=(work,), name=f"zc-{kind} {label}", daemon=True)
@@ -96,7 +99,9 @@ class BulkStream:
 
     def stop(self) -> None:
         """End both threads soon. Any thread, any number of times."""
+        self._stopped = True
         self._outgoing.leave(self)
+        self._incoming.wake()
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -183,7 +188,7 @@ class BulkStream:
 
     def _land(self, record: RecordHeader, shape: PageShape, sealed: memoryview) -> None:
         index, bound = shape.index_of(record), shape.pack()
-        into = self._incoming.begin(record.page, index, record)
+        into = self._incoming.begin(record.page, index, record, lambda: self._stopped)
         if into is None:
             scratch = memoryview(mmap.mmap(-1, record.length))  # rare: a dropped page, or one that came twice
             try:

@@ -23,8 +23,10 @@ class ControlUser(Protocol):
     def control_opened(self, control: Control) -> None:
         """TLS is up; `control.certificate` proved its key (the server's) or soon will have (the client's)."""
 
-    def control_frame(self, channel: int, body: bytes) -> None:
-        """Raising LinkError ends the connection."""
+    def control_frame(self, channel: int, body: bytes) -> None: ...
+
+    def control_broken(self, error: LinkError) -> None:
+        """The peer sent a frame out of bounds; nothing after it is read."""
 
     def control_lost(self, error: LinkError) -> None: ...
 
@@ -59,7 +61,7 @@ class Control(asyncio.Protocol):
                 if self._error is not None:
                     return
         except LinkError as error:
-            self.fail(error)
+            self._user.control_broken(error)
 
     def pause_writing(self) -> None:
         self._paused = True

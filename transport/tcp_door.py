@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from transport.address import Address, SocketAddress, from_socket, resolve
+from transport.dial import resolve_once
 from transport.frames import MAGIC
 from transport.link import LinkError
 
@@ -27,13 +29,19 @@ _BACKLOG: Final = 64
 _ACCEPTS_PER_WAKE: Final = 16
 _EXHAUSTED_PAUSE_S: Final = 1.0
 
-Greeting = Callable[[socket.socket], Awaitable[bool]]
+Greeting = Callable[[socket.socket], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class StrangerLimits:
     total: int = 32
     each: int = 8
+
+
+@dataclass
+class _Ownership:
+    sock: socket.socket
+    here: bool = True  # until a greeting takes it
 
 
 @dataclass
@@ -44,14 +52,15 @@ class DoorCounts:
 
 class Door:
     def __init__(self, control: Greeting, bulk: Greeting, deadline_s: float, limits: StrangerLimits) -> None:
-        """`control` and `bulk` get a non-blocking socket and own it from then on; True if it proved its key. They are
-        cancelled at the deadline."""
+        """`control` and `bulk` get a non-blocking socket and own it from then on; they raise unless it proved its
+        key, and are cancelled at the deadline."""
         self._loop = asyncio.get_running_loop()
         self._greetings = {_TLS_HANDSHAKE: control, MAGIC[0]: bulk}
         self._deadline_s = deadline_s
         self._limits = limits
         self._listening: set[socket.socket] = set()
         self._strangers: dict[asyncio.Task[None], str] = {}  # oldest first -> address
+        self._leaving: set[asyncio.Task[None]] = set()
         self.counts = DoorCounts()
 
     async def listen(self, address: Address) -> Address:
@@ -75,10 +84,9 @@ class Door:
             self._loop.remove_reader(sock)
             sock.close()
         self._listening.clear()
-        tasks = list(self._strangers)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in list(self._strangers):
+            self._evict(task)
+        await asyncio.gather(*self._leaving, return_exceptions=True)
 
     def _watch(self, sock: socket.socket) -> None:
         if sock.fileno() >= 0:
@@ -102,34 +110,41 @@ class Door:
         self.counts.accepted += 1
         alike = [task for task, other in self._strangers.items() if other == address]
         if len(alike) >= self._limits.each:
-            alike[0].cancel()
+            self._evict(alike[0])
         elif len(self._strangers) >= self._limits.total:
-            next(iter(self._strangers)).cancel()
-        task = self._loop.create_task(self._greet(sock))
+            self._evict(next(iter(self._strangers)))
+        owner = _Ownership(sock)
+        task = self._loop.create_task(self._greet(owner))
         self._strangers[task] = address
-        task.add_done_callback(self._strangers.pop)
+        task.add_done_callback(functools.partial(self._left, owner))
 
-    async def _greet(self, sock: socket.socket) -> None:
-        proved = False
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                greeting = self._greetings.get(await self._first_byte(sock))
-                if greeting is None:
-                    sock.close()
-                else:
-                    proved = await greeting(sock)
-        except (OSError, LinkError, TimeoutError):
-            sock.close()
-        except asyncio.CancelledError:
-            sock.close()
-            raise
-        finally:
-            self.counts.refused += not proved
+    def _evict(self, task: asyncio.Task[None]) -> None:
+        del self._strangers[task]
+        self._leaving.add(task)
+        task.cancel()
+
+    def _left(self, owner: _Ownership, task: asyncio.Task[None]) -> None:
+        self._strangers.pop(task, None)
+        self._leaving.discard(task)
+        if owner.here:  # also if the task was cancelled before it ever ran
+            owner.sock.close()
+        failure = None if task.cancelled() else task.exception()
+        self.counts.refused += task.cancelled() or failure is not None
+        if failure is not None and not isinstance(failure, (OSError, LinkError)):
+            self._loop.call_exception_handler({"message": "greeting a connection failed", "exception": failure})
+
+    async def _greet(self, owner: _Ownership) -> None:
+        async with asyncio.timeout(self._deadline_s):
+            greeting = self._greetings.get(await self._first_byte(owner.sock))
+            if greeting is None:
+                raise LinkError("stranger", "neither TLS nor a bulk connection")
+            owner.here = False
+            await greeting(owner.sock)
 
     async def _first_byte(self, sock: socket.socket) -> int:
         """Peek; the byte stays for whoever takes over. -1 if there is none."""
         readable = self._loop.create_future()
-        self._loop.add_reader(sock, _resolve, readable)
+        self._loop.add_reader(sock, resolve_once, readable)
         try:
             await readable
         finally:
@@ -139,14 +154,9 @@ class Door:
         return -1
 
 
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
 def origin(address: SocketAddress) -> str:
     """What counts as one address: an IPv6 host owns its whole /64."""
     ip = ipaddress.ip_address(str(address[0]).partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is None:
-        return str(ipaddress.IPv6Network((int(ip) >> 64 << 64, 64)))
-    return str(ip)
+    if isinstance(ip, ipaddress.IPv4Address):
+        return str(ip)
+    return str(ip.ipv4_mapped or ipaddress.IPv6Network((int(ip) >> 64 << 64, 64)))

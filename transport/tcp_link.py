@@ -11,6 +11,7 @@ modules it joins.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import socket
 import time
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from transport.address import SocketAddress
+from transport.dial import dial
 from transport.frames import (
     APPLICATION,
     ID_BYTES,
@@ -80,6 +82,7 @@ class LinkHost(Protocol):
     timing: Timing
     record_bytes: int
     key_bytes: int
+    congestion: str | None
     expected: dict[bytes, tuple[TcpLink, bytes]]  # stream id -> who waits for it, secret
 
     def link_opening(self, link: TcpLink) -> None:
@@ -150,16 +153,22 @@ class TcpLink:
         control.send(INTERNAL, encode(Hello(VERSION)))
 
     def control_frame(self, channel: int, body: bytes) -> None:
-        if self._error is not None:
-            return
-        if self._incoming is None:
-            self._greeted(decode(body) if channel == INTERNAL else None)
-        elif channel == APPLICATION:
-            self._host.owner.link_message(self, body)
-        else:
-            self._internal(decode(body))
+        try:
+            if self._incoming is None:
+                self._greeted(decode(body) if channel == INTERNAL else None)
+            elif channel == APPLICATION:
+                self._host.owner.link_message(self, body)
+            else:
+                self._internal(decode(body))
+        except LinkError as error:
+            self._end(error)
+
+    def control_broken(self, error: LinkError) -> None:
+        self._end(error)
 
     def _greeted(self, message: Internal | None) -> None:
+        if isinstance(message, Bye):
+            raise LinkError(f"peer-closed/{message.reason}", f"{self.peer} refused the link: {message.reason}")
         if not isinstance(message, Hello):
             raise malformed("the first message was no hello")
         if message.version != VERSION:
@@ -250,6 +259,8 @@ class TcpLink:
 
     async def _open_stream(self) -> None:
         """Raises LinkError or OSError if no authenticated stream could be had."""
+        if self._error is not None:
+            raise self._closed()
         stream_id, secret = secrets.token_bytes(ID_BYTES), secrets.token_bytes(SECRET_BYTES)
         ready = self._ready[stream_id] = self._loop.create_future()
         try:
@@ -264,11 +275,8 @@ class TcpLink:
 
     async def _dial(self, stream_id: bytes, secret: bytes) -> None:
         assert self._connecting is not None
-        address = self._connecting[1]
-        sock = socket.socket(socket.AF_INET6 if len(address) == 4 else socket.AF_INET, socket.SOCK_STREAM)
+        sock = await dial(self._connecting[1])
         try:
-            sock.setblocking(False)
-            await self._loop.sock_connect(sock, address)
             keys = key_chains(secret, stream_id, connecting=True, key_bytes=self._host.key_bytes)
             await self._loop.sock_sendall(sock, preamble(stream_id) + opening(keys[0], stream_id))
             answer = await receive_exactly(self._loop, sock, OPENING)
@@ -294,7 +302,7 @@ class TcpLink:
         """Take over an authenticated bulk connection. Raises LinkError if the link is closing."""
         if self._error is not None or self._incoming is None:
             raise self._closed()
-        tune(sock, self._host.timing.dead_s)
+        tune(sock, self._host.timing.dead_s, self._host.congestion)
         stream = BulkStream(sock, keys, (self._outgoing, self._incoming), self._stream_done, self.peer)
         self._streams.add(stream)
         self.stats.streams = len(self._streams)
@@ -347,9 +355,10 @@ class TcpLink:
     def _end(self, error: LinkError) -> None:
         if self._error is not None:
             return
-        if not error.reason.startswith("peer-closed/"):
-            self._tell(Bye(error.reason))
         self._error = error
+        if self._control is not None and not error.reason.startswith("peer-closed/"):
+            with contextlib.suppress(LinkError):
+                self._control.send(INTERNAL, encode(Bye(error.reason)))
         if self._ticker is not None:
             self._ticker.cancel()
         for task in self._tasks:
@@ -361,8 +370,6 @@ class TcpLink:
                 waiting.set_exception(error)
                 waiting.exception()  # perhaps nobody waits: no "never retrieved" in the log
         self._outgoing.close(error)
-        if self._incoming is not None:
-            self._incoming.stop()
         for stream in self._streams:
             stream.stop()
         if self._control is not None:

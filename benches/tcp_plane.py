@@ -1,0 +1,214 @@
+"""The encrypted TCP plane on loopback, two processes: throughput and CPU of both ends, over streams x record size.
+
+    python -m benches.tcp_plane [--rounds 3] [--gib 2] [--streams 1,2,3] [--records 256,512,1024] [--page-mib 2]
+
+Rounds are interleaved, medians reported, with `iperf3 -P1` of the same rounds as the yardstick when it is installed.
+CPU-s/GiB counts user and system time of both processes while pages move. This is how the defaults of `transport.tcp`
+were chosen; it measures the link alone: no ring, no engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import mmap
+import resource
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import uvloop
+
+from transport.keys import KeyStore
+from transport.link import Landing, Link, PageSink
+from transport.tcp import TcpEndpoint
+
+LANDINGS = 32  # more than the sender ever has on its way
+IN_FLIGHT_BYTES = 32 << 20  # what a ring of that size lets the sender have on its way
+
+
+class Row(NamedTuple):
+    gbps: float
+    cpu_s_per_gib: float
+
+
+def cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def mapped(size: int) -> memoryview:
+    view = memoryview(mmap.mmap(-1, size))
+    view[:] = b"\xa5" * size
+    return view
+
+
+class Slot:
+    def __init__(self, size: int, free: list[Slot]) -> None:
+        self.view = mapped(size)
+        self._free = free
+
+    def publish(self) -> None:
+        self._free.append(self)
+
+    def discard(self) -> None:
+        self._free.append(self)
+
+
+class Receiver:
+    """Owner and sink: lands pages in a pool of slots and answers any message with its CPU time."""
+
+    def __init__(self) -> None:
+        self._slots: list[Slot] = []
+        self.closed = asyncio.Event()
+
+    def link_opened(self, link: Link) -> PageSink:
+        return self
+
+    def claim(self, header: bytes, payload_bytes: int) -> Landing | None:
+        if not self._slots or len(self._slots[0].view) != payload_bytes:
+            self._slots.clear()
+            self._slots += [Slot(payload_bytes, self._slots) for _ in range(LANDINGS)]
+        return self._slots.pop(0)
+
+    def link_message(self, link: Link, message: bytes) -> None:
+        link.send(str(cpu_s()).encode())
+
+    def link_closed(self, link: Link, reason: str) -> None:
+        self.closed.set()
+
+
+class Sender:
+    def __init__(self) -> None:
+        self.answers: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def link_opened(self, link: Link) -> PageSink:
+        return self
+
+    def claim(self, header: bytes, payload_bytes: int) -> Landing | None:
+        return None
+
+    def link_message(self, link: Link, message: bytes) -> None:
+        self.answers.put_nowait(message)
+
+    def link_closed(self, link: Link, reason: str) -> None:
+        pass
+
+
+async def serve(directory: str) -> None:
+    receiver = Receiver()
+    endpoint = TcpEndpoint(KeyStore(Path(directory, "b")), receiver)
+    print(await endpoint.listen("127.0.0.1:0"), flush=True)
+    await receiver.closed.wait()
+    await endpoint.close()
+
+
+async def move(link: Link, total: int, page_bytes: int) -> None:
+    source = mapped(max(IN_FLIGHT_BYTES, page_bytes))
+    slots = len(source) // page_bytes
+    free = list(range(min(slots, LANDINGS - 1)))
+    sending: dict[asyncio.Future[None], int] = {}
+    for _ in range(max(total // page_bytes, 1)):
+        if not free:
+            done, _ = await asyncio.wait(sending, return_when=asyncio.FIRST_COMPLETED)
+            free += [sending.pop(future) for future in done]
+        slot = free.pop()
+        sending[link.send_page(b"page", source[slot * page_bytes : (slot + 1) * page_bytes])] = slot
+    await asyncio.wait(sending)
+
+
+async def run_one(directory: str, streams: int, record_bytes: int, page_bytes: int, total: int) -> Row:
+    """A fresh child process and link: no row inherits another's memory, threads or socket state."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "benches.tcp_plane", "--serve", directory], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    sender = Sender()
+    endpoint = TcpEndpoint(KeyStore(Path(directory, "a")), sender, streams=streams, record_bytes=record_bytes)
+    link = await endpoint.connect("b", child.stdout.readline().strip())
+
+    async def cpu_both() -> float:
+        link.send(b"cpu")
+        return cpu_s() + float(await sender.answers.get())
+
+    await move(link, total // 8, page_bytes)
+    cpu, start = await cpu_both(), time.perf_counter()
+    await move(link, total, page_bytes)
+    elapsed = time.perf_counter() - start
+    cpu = await cpu_both() - cpu
+    await endpoint.close()
+    child.wait(10)
+    return Row(total * 8 / elapsed / 1e9, cpu / (total / (1 << 30)))
+
+
+def run_iperf3(total: int) -> Row | None:
+    if shutil.which("iperf3") is None:
+        return None
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    server = subprocess.Popen(["iperf3", "-s", "-1", "-p", port], stdout=subprocess.DEVNULL)
+    time.sleep(0.3)
+    out = subprocess.run(
+        ["iperf3", "-c", "127.0.0.1", "-p", port, "-n", str(total), "-J"], capture_output=True, text=True, check=True
+    )
+    server.wait(10)
+    end = json.loads(out.stdout)["end"]
+    percent = end["cpu_utilization_percent"]["host_total"] + end["cpu_utilization_percent"]["remote_total"]
+    seconds = end["sum_received"]["seconds"]
+    return Row(end["sum_received"]["bits_per_second"] / 1e9, percent / 100 * seconds / (total / (1 << 30)))
+
+
+def make_keys(directory: str) -> None:
+    stores = {name: KeyStore(Path(directory, name)) for name in "ab"}
+    for name, store in stores.items():
+        store.new(name)
+    stores["a"].trust("b", stores["b"].show()[0])
+    stores["b"].trust("a", stores["a"].show()[0])
+
+
+def main() -> None:
+    numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gib", type=float, default=2)
+    parser.add_argument("--streams", type=numbers, default=[1, 2, 3])
+    parser.add_argument("--records", type=numbers, default=[256, 512, 1024], help="KiB")
+    parser.add_argument("--page-mib", type=float, default=2)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        uvloop.run(serve(options.serve))
+        return
+    total, page = int(options.gib * (1 << 30)), int(options.page_mib * (1 << 20))
+    rows: dict[str, list[Row]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        make_keys(directory)
+        for _ in range(options.rounds):
+            if (row := run_iperf3(total)) is not None:
+                rows.setdefault("iperf3 -P1", []).append(row)
+            for streams in options.streams:
+                for record in options.records:
+                    row = uvloop.run(run_one(directory, streams, record << 10, page, total))
+                    rows.setdefault(f"{streams} streams {record:5} KiB", []).append(row)
+    report(rows)
+
+
+def report(rows: dict[str, list[Row]]) -> None:
+    ceiling = statistics.median(row.gbps for row in rows.get("iperf3 -P1", [Row(float("nan"), 0)]))
+    print(f"{'':22} {'Gb/s':>6} {'x iperf3':>9} {'CPU-s/GiB':>10}")
+    for name, samples in rows.items():
+        gbps = statistics.median(row.gbps for row in samples)
+        cpu = statistics.median(row.cpu_s_per_gib for row in samples)
+        print(f"{name:22} {gbps:6.1f} {gbps / ceiling:9.2f} {cpu:10.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import uvloop
+
+Run = Callable[[Coroutine[Any, Any, None]], None]
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Runs a coroutine to its end on each of the two loops; unhandled errors of callbacks fail the test."""
+    main: Any = asyncio.run if request.param == "asyncio" else uvloop.run
+
+    def start(work: Coroutine[Any, Any, None]) -> None:
+        async def watched() -> None:
+            complaints: list[dict[str, Any]] = []
+            asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+            await work
+            assert not complaints, complaints
+
+        main(watched())
+
+    return start

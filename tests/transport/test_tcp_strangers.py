@@ -1,0 +1,251 @@
+"""A stranger gets nothing and costs nothing (issue 2, acceptance 6; X1)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+import threading
+from pathlib import Path
+
+import pytest
+
+from transport.frames import INTERNAL, VERSION, Bye, Hello, decode, encode, frame
+from transport.link import LinkError
+from transport.tcp_door import StrangerLimits, origin
+from transport.tcp_link import Timing
+
+from .conftest import Run
+from .hosts import Host, pattern, sockets, two_hosts
+
+BRISK = Timing(greet_s=0.4)
+
+
+async def answer(address: str, data: bytes, *, finish: bool = False) -> bytes:
+    """Everything the port says to `data`, until it closes the connection."""
+    reader, writer = await asyncio.open_connection(*address.rsplit(":", 1))
+    try:
+        writer.write(data)
+        if finish:
+            writer.write_eof()
+        async with asyncio.timeout(5):
+            return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+STRANGE = {
+    "nothing": b"",
+    "zeros": bytes(5000),
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "ssh": b"SSH-2.0-OpenSSH_9.2\r\n",
+    "preamble of no stream": b"ZCB1" + b"\0" * 16,
+    "preamble and more": b"ZCB1" + os.urandom(4096),
+    "half a preamble": b"ZCB1" + b"\0" * 5,
+    "first letter only": b"Z",
+    "broken TLS": b"\x16\x03\x01\x40\x00" + os.urandom(4096),
+    "TLS record header only": b"\x16\x03\x01",
+}
+
+
+@pytest.mark.parametrize("data", STRANGE.values(), ids=STRANGE.keys())
+def test_random_bytes_and_other_protocols_get_no_answer_and_are_gone_by_the_deadline(
+    run: Run, tmp_path: Path, data: bytes
+) -> None:
+    async def work() -> None:
+        async with two_hosts(tmp_path, timing=BRISK) as (_, b, address):
+            before, threads = sockets(), threading.active_count()
+            said = await answer(address, data)
+            # TLS itself may answer a TLS record with an alert; nothing else says a word
+            assert said == b"" or (data[:1] == b"\x16" and said[0] == 0x15 and len(said) < 16)
+            assert b.links == [] and threading.active_count() == threads
+            await b.until(lambda: b.endpoint.strangers.refused == 1)
+            await b.until(lambda: sockets() == before)
+
+    run(work())
+
+
+def test_a_port_scanner_that_closes_at_once_leaves_nothing(run: Run, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with two_hosts(tmp_path) as (a, b, address):
+            before = sockets()
+            for _ in range(50):
+                _, writer = await asyncio.open_connection(*address.rsplit(":", 1))
+                writer.transport.abort()
+            await b.until(lambda: b.endpoint.strangers.refused == 50)
+            await b.until(lambda: sockets() == before)
+            await a.endpoint.connect("b", address)
+
+    run(work())
+
+
+def test_a_crowd_of_strangers_is_bounded_and_a_peer_still_gets_in(run: Run, tmp_path: Path) -> None:
+    async def work() -> None:
+        limits = StrangerLimits(total=16, each=8)
+        async with two_hosts(tmp_path, limits=limits, timing=Timing(greet_s=20)) as (a, b, address):
+            crowd = [await asyncio.open_connection(*address.rsplit(":", 1)) for _ in range(60)]
+            for i, (_, writer) in enumerate(crowd):
+                writer.write(b"Z" if i % 2 else b"\x16\x03")
+            await b.until(lambda: b.endpoint.strangers.accepted == 60)
+            link = await a.endpoint.connect("b", address)
+            await link.send_page(b"page", pattern(1000))
+            await b.until(lambda: b.endpoint.strangers.refused >= 52)
+            for _, writer in crowd:
+                writer.transport.abort()
+
+    run(work())
+
+
+def test_a_slow_stranger_is_cut_off_at_the_deadline_however_it_dribbles(run: Run, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with two_hosts(tmp_path, timing=BRISK) as (_, b, address):
+            for first in (b"ZCB1", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"):
+                reader, writer = await asyncio.open_connection(*address.rsplit(":", 1))
+                start = asyncio.get_running_loop().time()
+                with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                    for byte in first + bytes(100):
+                        writer.write(bytes([byte]))
+                        await writer.drain()
+                        await asyncio.sleep(0.02)
+                        if reader.at_eof():
+                            raise ConnectionResetError
+                assert asyncio.get_running_loop().time() - start < 1.5
+                writer.close()
+            await b.until(lambda: b.endpoint.strangers.refused == 2)
+
+    run(work())
+
+
+def test_a_client_without_a_certificate_is_refused(run: Run, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with two_hosts(tmp_path, timing=BRISK) as (_, b, address):
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            host, port = address.rsplit(":", 1)
+            with pytest.raises((OSError, EOFError)):
+                reader, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname="x")
+                writer.write(frame(INTERNAL, encode(Hello(VERSION))))
+                if not await reader.read(100):
+                    raise EOFError
+            await b.until(lambda: b.endpoint.strangers.refused == 1)
+            assert b.links == [] and b.messages == []
+
+    run(work())
+
+
+def test_older_tls_is_refused(run: Run, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with two_hosts(tmp_path, timing=BRISK) as (a, b, address):
+            context = a.keys.client_context("b")
+            context.minimum_version, context.maximum_version = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2
+            host, port = address.rsplit(":", 1)
+            with pytest.raises(OSError):
+                await asyncio.open_connection(host, int(port), ssl=context, server_hostname="x")
+            assert b.links == []
+
+    run(work())
+
+
+def test_a_server_with_another_key_is_refused_by_the_client(run: Run, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with two_hosts(tmp_path, timing=BRISK) as (a, b, address):
+            c = Host(tmp_path, "c")
+            a.trust(c)
+            with pytest.raises(LinkError) as caught:
+                await a.endpoint.connect("c", address)
+            assert caught.value.reason == "wrong-key"
+            assert a.links == b.links == []
+
+    run(work())
+
+
+def test_a_client_with_an_untrusted_key_is_refused_by_the_server(run: Run, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with two_hosts(tmp_path, timing=BRISK) as (_, b, address):
+            c = Host(tmp_path, "c")
+            c.trust(b)
+            c.open(timing=BRISK)
+            with pytest.raises(LinkError, match="is this host's key trusted there") as caught:
+                await c.endpoint.connect("b", address)
+            assert caught.value.reason == "refused"
+            assert c.links == b.links == []
+            await c.endpoint.close()
+
+    run(work())
+
+
+def test_trust_given_or_taken_away_counts_from_the_next_connection(run: Run, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with two_hosts(tmp_path, timing=BRISK) as (a, b, address):
+            b.keys.forget("a")
+            with pytest.raises(LinkError):
+                await a.endpoint.connect("b", address)
+            b.trust(a)
+            await a.endpoint.connect("b", address)
+            a.keys.forget("b")
+            with pytest.raises(LinkError, match="zc-handoff keys trust b") as caught:
+                await a.endpoint.connect("b", address)
+            assert caught.value.reason == "unknown-peer"
+
+    run(work())
+
+
+def test_a_host_that_trusts_nobody_refuses_everybody(run: Run, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with two_hosts(tmp_path, timing=BRISK) as (a, b, address):
+            b.keys.forget("a")
+            with pytest.raises(LinkError):
+                await a.endpoint.connect("b", address)
+            assert b.links == []
+
+    run(work())
+
+
+def test_the_servers_certificate_tells_a_stranger_nothing(run: Run, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with two_hosts(tmp_path, timing=BRISK) as (_, b, address):
+            host, port = address.rsplit(":", 1)
+            pem = await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)), timeout=2)
+            assert pem == b.keys.show()[0]
+            der = ssl.PEM_cert_to_DER_cert(pem)
+            assert socket.gethostname().encode() not in der and b"127.0.0.1" not in der
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [
+        (encode(Hello(VERSION + 1)), "version-mismatch"),
+        (b"\x01\x01", "frame-malformed"),
+        (b"\xff" * 9, "frame-malformed"),
+    ],
+)
+def test_an_authenticated_peer_of_another_version_is_told_so(
+    run: Run, tmp_path: Path, first: bytes, reason: str
+) -> None:
+    async def work() -> None:
+        async with two_hosts(tmp_path, timing=BRISK) as (a, b, address):
+            host, port = address.rsplit(":", 1)
+            context = a.keys.client_context("b")
+            reader, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname="x")
+            writer.write(frame(INTERNAL, first))
+            said = await reader.read()
+            while reader._buffer or not reader.at_eof():  # type: ignore[attr-defined]
+                said += await reader.read()
+            hello = frame(INTERNAL, encode(Hello(VERSION)))
+            assert said.startswith(hello)
+            assert decode(said[len(hello) + 5 :]) == Bye(reason)
+            assert b.links == []
+            writer.close()
+
+    run(work())
+
+
+def test_addresses_count_by_host_and_ipv6_by_network() -> None:
+    assert origin(("192.0.2.7", 1)) == "192.0.2.7" == origin(("::ffff:192.0.2.7", 1, 0, 0))
+    assert origin(("2001:db8::1", 1, 0, 0)) == origin(("2001:db8::ffff:2", 2, 0, 0)) == "2001:db8::/64"
+    assert origin(("fe80::1%eth0", 1, 0, 2)) == "fe80::/64"
