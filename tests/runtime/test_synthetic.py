@@ -172,6 +172,15 @@ def test_one_changed_bit_anywhere_is_refused(runtime: SyntheticRuntime, part: in
         lane.evaluate(history[-1], TOKENS)
 
 
+def test_a_changed_stamp_of_another_layer_than_the_first_is_refused_by_the_page_itself(
+    runtime: SyntheticRuntime,
+) -> None:
+    component, tokens, page = exported(runtime, prompt(runtime.facts, TOKENS)).pages[0]
+    page[len(page) // 2] ^= 1  # the second of two layers starts there
+    with pytest.raises(EngineError, match="layers do not agree"):
+        runtime.open_lane().import_page(component, tokens, page)
+
+
 @pytest.mark.parametrize("part", [1, 8, 9])
 def test_a_part_of_another_prompt_is_refused(runtime: SyntheticRuntime, part: int) -> None:
     state = exported(runtime, prompt(runtime.facts, TOKENS))
