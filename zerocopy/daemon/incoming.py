@@ -154,6 +154,7 @@ class Incoming:
         if isinstance(message, Manifest) and self.machine.manifest is message:
             self._manifest(message)
         self._do(actions)
+        self._step()  # the manifest may be the last thing that was lacking
 
     def fail(self, reason: str, message: str) -> None:
         self._do(self._locked(lambda: self.machine.fail(reason, message)))
@@ -230,7 +231,8 @@ class Incoming:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), max(0.0, self.machine.deadline - time.monotonic()))
         self._wake.clear()
-        self._do(self._locked(lambda: self.machine.tick(time.monotonic())))
+        if expired := self._locked(lambda: self.machine.tick(time.monotonic())):
+            self._do(expired)  # only then: `_do` wakes this very loop
 
     # -- receiver threads ----------------------------------------------------------------------------------
 

@@ -267,7 +267,8 @@ class Outgoing:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wake.wait(), max(0.0, self.machine.deadline - time.monotonic()))
         self._wake.clear()
-        self._do(self.machine.tick(time.monotonic()))
+        if expired := self.machine.tick(time.monotonic()):
+            self._do(expired)  # only then: `_do` wakes this very loop
 
     async def _lane(self, turn: asyncio.Lock) -> bool:
         """Wait for the prefill lane; False when the handoff ended first (cancel, deadline)."""
