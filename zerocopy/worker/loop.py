@@ -31,7 +31,7 @@ class _Station:
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
-        self.queue: deque[p.Prefill | p.Generate] = deque()
+        self.queue: deque[Job] = deque()
         self.current: Job | None = None
 
 
@@ -75,9 +75,9 @@ class Worker:
                 )
                 self._sock.send(p.Tokenized(message.job, tokens))
             case p.Prefill():
-                self._stations["prefill"].queue.append(message)
+                self._queue_prefill(message)
             case p.Generate():
-                self._stations["decode"].queue.append(message)
+                self._queue_generate(message)
             case p.Release():
                 self._release(message.job)
             case p.StateComplete() | p.Commit():
@@ -102,30 +102,43 @@ class Worker:
             self._selector.register(ring.data_fd, selectors.EVENT_READ, ring.clear_data_bell)
 
     def _decoding(self, message: p.StateComplete | p.Commit) -> None:
-        job = self._stations["decode"].current
-        if not isinstance(job, DecodeJob) or job.job != message.job:
-            return  # it failed a moment ago; the daemon will hear of it
-        if isinstance(message, p.Commit):
-            job.committed = True
-        else:
-            job.state_complete = True
+        """Also for a job that has not begun: a short prompt's pages can all be here before its first step."""
+        station = self._stations["decode"]
+        for job in (station.current, *station.queue):
+            if not isinstance(job, DecodeJob) or job.job != message.job:
+                continue  # if it is none of them it failed a moment ago; the daemon will hear of it
+            if isinstance(message, p.Commit):
+                job.committed = True
+            else:
+                job.state_complete = True
 
     def _release(self, job: int) -> None:
         for station in self._stations.values():
             if station.current is not None and station.current.job == job:
                 self._clear(station)
-            station.queue = deque(m for m in station.queue if m.job != job)
+            station.queue = deque(queued for queued in station.queue if queued.job != job)
         self._sock.send(p.Dropped(job))
 
     # -- jobs ----------------------------------------------------------------------------------------------
+
+    def _queue_prefill(self, message: p.Prefill) -> None:
+        station = self._stations["prefill"]
+        slab = None if message.slab is None else self._export_slabs[message.slab]
+        ring = self._export_rings[message.ring]
+        station.queue.append(PrefillJob(message, station.lane, self._runtime.facts, ring, slab, self._sock.send))
+
+    def _queue_generate(self, message: p.Generate) -> None:
+        station = self._stations["decode"]
+        ring = None if message.ring is None else self._landing_rings[message.ring]
+        slab = None if message.slab is None else self._landing_slabs[message.slab]
+        station.queue.append(DecodeJob(message, self._runtime, station.lane, ring, slab, self._sock.send))
 
     def _advance(self, station: _Station) -> bool:
         """One step of the lane's job; True while there is more to do without waiting."""
         if station.current is None:
             if not station.queue:
                 return False
-            message = station.queue.popleft()
-            return self._guard(message.job, station, lambda: self._start(message, station))
+            station.current = station.queue.popleft()
         job = station.current
         return not job.finished and self._guard(job.job, station, job.step)
 
@@ -136,17 +149,6 @@ class Worker:
             self._clear(station)
             self._sock.send(p.Failed(job, error.reason, str(error)))
             return True
-
-    def _start(self, message: p.Prefill | p.Generate, station: _Station) -> bool:
-        if isinstance(message, p.Prefill):
-            slab = None if message.slab is None else self._export_slabs[message.slab]
-            ring = self._export_rings[message.ring]
-            station.current = PrefillJob(message, station.lane, self._runtime.facts, ring, slab, self._sock.send)
-        else:
-            landing = None if message.ring is None else self._landing_rings[message.ring]
-            slab = None if message.slab is None else self._landing_slabs[message.slab]
-            station.current = DecodeJob(message, self._runtime, station.lane, landing, slab, self._sock.send)
-        return True
 
     def _clear(self, station: _Station) -> None:
         if station.current is not None:
