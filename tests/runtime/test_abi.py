@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -114,3 +117,16 @@ def test_only_errors_are_kept_and_only_the_last_few() -> None:
     assert str(library.failure("test", "again")).endswith("nothing")
     library._callback(4, library.ffi.new("char[]", b"x" * 5000), library.ffi.NULL)
     assert len(str(library.failure("test", "long"))) < 600
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="OpenMP is libgomp on Linux")
+@pytest.mark.parametrize(("given", "spins"), [(None, False), ("active", True)])
+def test_engine_threads_do_not_spin_unless_told_to(given: str | None, spins: bool) -> None:
+    """Asked of OpenMP itself, in a process of its own: it reads its settings when it is loaded."""
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | {"OMP_DISPLAY_ENV": "verbose"}
+    environment |= {"OMP_WAIT_POLICY": given} if given else {}
+    script = "from zerocopy.runtime.llama.abi import open_library; open_library()"
+    shown = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ("GOMP_SPINCOUNT = '0'" not in shown.stderr) is spins and "GOMP_SPINCOUNT" in shown.stderr

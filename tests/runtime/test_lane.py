@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.runtime.conftest import OpenRuntime
-from tests.runtime.handover import KEY, bits, export_state, import_state, page_room, prefill, prompt, room, same
+from tests.runtime.handover import KEY, State, bits, export_state, import_state, page_room, prefill, prompt, room, same
 from zerocopy.handoff.components import Component
 from zerocopy.runtime import models
 from zerocopy.runtime.base import EngineCounters, EngineError, Positions
@@ -120,10 +120,11 @@ def test_a_hidden_row_counts_only_after_the_pages_it_follows(
     runtime: LlamaRuntime, source: LlamaLane, decoder: LlamaLane
 ) -> None:
     state = export_state(source, runtime.facts, N)
-    assert state.hidden is not None
-    decoder.import_hidden(state.hidden)
     hidden, state.hidden = state.hidden, None
-    import_state(decoder, state)
+    assert hidden is not None
+    state.pages.sort(key=lambda page: page[0])
+    import_state(decoder, State(N, [p for p in state.pages if p[0] == Component.ATTENTION_KV], hidden=hidden))
+    import_state(decoder, State(N, [p for p in state.pages if p[0] == Component.MTP_KV], state.snapshot))
     with pytest.raises(EngineError, match="MTP hidden row is valid after 0 tokens"):
         decoder.evaluate(0, N)
     decoder.import_hidden(hidden)

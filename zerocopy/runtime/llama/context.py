@@ -7,7 +7,8 @@ does not. One thread. Owns the context's memory until `close`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import msgspec
@@ -85,23 +86,26 @@ class Context:
     def last_position(self) -> int:
         return int(self._c.llama_memory_seq_pos_max(self._memory, LIVE_SEQUENCE))
 
-    def export_range(self, tokens: tuple[int, int], into: memoryview) -> None:
-        """Attention state of a token range. The copy from the empty sequence drops the recurrent state, which a
+    @contextmanager
+    def _scratch(self, tokens: tuple[int, int]) -> Iterator[None]:
+        """A copy of the range in the page sequence. The second copy, of nothing, drops the recurrent state, which a
         ranged copy drags along whole."""
         self.copy(LIVE_SEQUENCE, PAGE_SEQUENCE, tokens)
         self.copy(_EMPTY_SEQUENCE, PAGE_SEQUENCE)
         try:
-            self._read(into, PAGE_SEQUENCE, 0)
+            yield
         finally:
             self.drop(PAGE_SEQUENCE)
 
+    def export_range(self, tokens: tuple[int, int], into: memoryview) -> None:
+        """Attention state of a token range, without any recurrent state."""
+        with self._scratch(tokens):
+            self._read(into, PAGE_SEQUENCE, 0)
+
     def range_size(self, tokens: tuple[int, int]) -> int:
         """Bytes of a page by the engine's own count; slow, so only for checking formulas."""
-        self.copy(LIVE_SEQUENCE, PAGE_SEQUENCE, tokens)
-        self.copy(_EMPTY_SEQUENCE, PAGE_SEQUENCE)
-        size = int(self._c.llama_state_seq_get_size_ext(self.handle, PAGE_SEQUENCE, 0))
-        self.drop(PAGE_SEQUENCE)
-        return size
+        with self._scratch(tokens):
+            return int(self._c.llama_state_seq_get_size_ext(self.handle, PAGE_SEQUENCE, 0))
 
     def recurrent_size(self) -> int:
         return int(self._c.llama_state_seq_get_size_ext(self.handle, LIVE_SEQUENCE, _RECURRENT_ONLY))
