@@ -108,8 +108,7 @@ class DecodeJob:
         if self._slab is not None:
             began = time.monotonic()
             size = self._runtime.facts.schema.snapshot_bytes()
-            with self._slab.view(0, size) as blob:
-                self._lane.import_snapshot(blob, len(self._tokens) - 1)
+            self._lane.import_snapshot(self._slab.view(0, size), len(self._tokens) - 1)
             self._imports.append((began, time.monotonic(), size))
         self._check_positions()
         self._marks["imported"] = time.monotonic()
@@ -120,9 +119,8 @@ class DecodeJob:
         began = time.monotonic()
         try:
             header = PageHeader.unpack(record.view[:HEADER_BYTES])
-            with record.view[HEADER_BYTES:] as payload:
-                self._import_payload(header, payload)
-                self._imports.append((began, time.monotonic(), len(payload)))
+            self._import_payload(header, record.view[HEADER_BYTES:])
+            self._imports.append((began, time.monotonic(), header.payload_bytes))
         finally:
             record.release()
 
@@ -230,8 +228,9 @@ def compare(mine: Logits, theirs: Logits) -> tuple[bool, float]:
         return False, float("inf")
     if np.array_equal(mine.view(np.uint32), theirs.view(np.uint32)):
         return True, 0.0
-    scale = np.sqrt(np.mean(np.square(theirs, dtype=np.float64), axis=1))
-    errors = np.sqrt(np.mean(np.square(mine.astype(np.float64) - theirs), axis=1)) / np.maximum(scale, 1e-30)
+    with np.errstate(invalid="ignore"):  # infinities end as NaN, which is told below
+        scale = np.sqrt(np.mean(np.square(theirs, dtype=np.float64), axis=1))
+        errors = np.sqrt(np.mean(np.square(mine.astype(np.float64) - theirs), axis=1)) / np.maximum(scale, 1e-30)
     worst = float(errors.max())
     return False, worst if np.isfinite(worst) else float("inf")
 

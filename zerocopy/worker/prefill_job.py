@@ -121,15 +121,13 @@ class PrefillJob:
         if slot is None:
             return False
         began = time.monotonic()
-        payload = slot.view[HEADER_BYTES:]
         try:
+            payload = slot.view[HEADER_BYTES:]
             write(payload)
             slot.view[:HEADER_BYTES] = self._header(spec, layers, tokens, payload).pack()
         except BaseException:
-            payload.release()
             slot.abort()
             raise
-        payload.release()
         slot.commit()
         self._exports.append((began, time.monotonic(), nbytes))
         return True
@@ -179,15 +177,14 @@ class PrefillJob:
             for layers in _layer_groups(spec)
         ]
         self._exports.append((began, time.monotonic(), len(blob)))
-        blob.release()
         self._send(SnapshotReady(self.job, tuple(parts)))
 
     def _slab_part(self, blob: memoryview, spec: ComponentSpec, layers: Range) -> SlabPart:
         tokens = (0, len(self._history))
         offset = self._facts.schema.slab_offset(spec.component, layers[0])
         nbytes = spec.page_bytes(layers, tokens)
-        with blob[offset : offset + nbytes] as payload:
-            return SlabPart(self._header(spec, layers, tokens, payload).pack(), offset, nbytes)
+        header = self._header(spec, layers, tokens, blob[offset : offset + nbytes])
+        return SlabPart(header.pack(), offset, nbytes)
 
     def _probe(self) -> Iterator[bool]:
         spec = self._facts.schema.spec(Component.PROBE)

@@ -22,10 +22,9 @@ class TextStream:
         if self.stopped:
             return ""
         self._held += self._decoder.decode(piece)
-        cut = min((at for s in self._stop if (at := self._held.find(s)) >= 0), default=-1)
-        if cut >= 0:
+        if found := self._first_stop():
             self.stopped = True
-            text, self._held = self._held[:cut], ""
+            text, self._held = self._held[: found[1]], ""
             return text
         keep = self._possible_stop()
         text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
@@ -37,6 +36,12 @@ class TextStream:
             return ""
         text, self._held = self._held + self._decoder.decode(b"", final=True), ""
         return text
+
+    def _first_stop(self) -> tuple[int, int] | None:
+        """(end, begin) of the stop string that is complete first; of two that end together, the longer. Whichever
+        begins first would depend on where tokens end."""
+        found = ((at + len(s), at) for s in self._stop if (at := self._held.find(s)) >= 0)
+        return min(found, default=None)
 
     def _possible_stop(self) -> int:
         """Length of the longest tail that may still grow into a stop string."""
