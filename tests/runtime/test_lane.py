@@ -259,12 +259,15 @@ def test_snapshot_and_hidden_row_of_another_size_are_refused(
         assert reason(error) == "page-size"
 
 
-def test_a_snapshot_of_an_empty_sequence_is_an_error_never_an_empty_component(
-    runtime: LlamaRuntime, decoder: LlamaLane
+def test_exporting_from_an_empty_sequence_is_an_error_never_an_empty_component(
+    runtime: LlamaRuntime, source: LlamaLane, decoder: LlamaLane
 ) -> None:
-    with pytest.raises(EngineError) as error:
-        decoder.export_snapshot(room(runtime.facts.schema.snapshot_bytes()))
-    assert reason(error) == "engine-export"
+    size = runtime.facts.schema.snapshot_bytes()
+    for attempt in (lambda: decoder.export_snapshot(room(size)), lambda: decoder.export_hidden(room(256))):
+        with pytest.raises(EngineError) as error:
+            attempt()
+        assert reason(error) == "engine-export"
+    source.export_hidden(room(256))
 
 
 def test_export_needs_a_writable_view(runtime: LlamaRuntime, source: LlamaLane) -> None:

@@ -126,6 +126,8 @@ class LlamaLane:
         blob.check_snapshot(into, self._m.geometries[Component.RECURRENT], self._valid[Component.RECURRENT])
 
     def export_hidden(self, into: memoryview) -> None:
+        if self._valid.get(Component.MTP_HIDDEN, 1) < 1:
+            raise EngineError("engine-export", "no token has been evaluated, so there is no MTP hidden row to export")
         np.copyto(self._hidden_view(into), self._follower().pending)
 
     # -- import ----------------------------------------------------------------------------------------------------
