@@ -104,6 +104,8 @@ class Incoming:
             raise HandoffFailed(outcome.reason if outcome else "unknown", outcome.message if outcome else "")
 
     async def _negotiate(self, job: Job, request: p.Generate, epoch: int, transfer_s: float) -> None:
+        if self.machine.over:
+            return  # the link fell between the choice of the peer and now
         self.trace.marks["asked"] = time.monotonic()
         self._do(self._locked(self.machine.offer))
         while self.machine.state is State.QUEUED:
