@@ -181,7 +181,7 @@ class OutgoingPages:
         with self._changed:
             self._gone.discard(stream)  # its threads have ended: nobody asks for it again
             for page in self._in_flight.values():
-                lost = [index for index, carrier in enumerate(page.carriers) if carrier is stream]
+                lost = [index for index, carrier in enumerate(page.carriers) if carrier == stream]
                 if lost and not page.cancelled:
                     announced.append(page)
                     self._again.extend((page, index) for index in lost)
