@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
+from native.memory import NativeError
 from native.ring import Slot
 from transport.link import Landing, Link, LinkError
 from zerocopy.daemon.memory import Lease, SharedMemory
@@ -117,6 +118,13 @@ class Incoming:
         lease = self._lease = self._memory.lend("landing", epoch)
         if lease is None:
             self._do(self._locked(lambda: self.machine.reject("no-memory", "the decoder has no free landing ring")))
+            return
+        if HEADER_BYTES + self.machine.largest_page > lease.ring.max_record:
+            most, size = lease.ring.max_record - HEADER_BYTES, self.machine.largest_page
+            sentence = f"the prefiller's pages have {size} bytes, the decoder's ring takes {most}: raise its --ring-mib"
+            self._do(
+                self._locked(lambda: self.machine.reject("page-too-large", sentence, have=str(most), want=str(size)))
+            )
             return
         listener = self._loop.create_task(self._listen(job))
         self._loop.add_reader(lease.ring.space_fd, self._space_bell)
@@ -242,7 +250,12 @@ class Incoming:
         """Room for one page, or None to drop it: it is late, or it has just ended this handoff."""
         with self._lock:
             accepted, actions = self.machine.accept_page(header, nbytes)
-            room = self._room(header, nbytes) if accepted else None
+            room = None
+            try:
+                if accepted:
+                    room = self._room(header, nbytes)
+            except (HandoffError, NativeError) as error:  # accepted, so it must also end: nobody else will end it
+                actions += [*self.machine.fail(error.reason, str(error)), *self.machine.page_discarded(header)]
         self._loop.call_soon_threadsafe(self._do, actions)
         return room
 

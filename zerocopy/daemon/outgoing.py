@@ -56,9 +56,10 @@ class Outgoing:
         self.link = link
         self._tokens = unpack_tokens(prefill.prompt)
         self._schema = facts.schema
-        largest = max(_largest_page(spec, facts.page_tokens, len(self._tokens)) for spec in facts.schema.components)
+        sizes = (_largest_page(spec, facts.page_tokens, len(self._tokens)) for spec in facts.schema.components)
+        self._largest_page = max(sizes)
         now = time.monotonic()
-        self.machine = SourceHandoff(prefill, facts.identity, facts.schema, largest_page=largest, now=now)
+        self.machine = SourceHandoff(prefill, facts.identity, facts.schema, largest_page=self._largest_page, now=now)
         self.trace = Trace(prefill.handoff_id.hex(), "prefiller", link.peer, link.transport, len(self._tokens))
         self.trace.marks["asked"] = now
         self._wake = asyncio.Event()
@@ -112,6 +113,11 @@ class Outgoing:
         lease = self._lease = self._service.memory.lend("export", grant.epoch)
         if lease is None:
             self.fail("no-memory", "the prefiller has no free export ring: raise --rings")
+            return
+        if HEADER_BYTES + self._largest_page > lease.ring.max_record:
+            size, most = self._largest_page, lease.ring.max_record - HEADER_BYTES
+            fix = "raise its --ring-mib or lower its --page-tokens"
+            self.fail("page-too-large", f"the prefiller's pages have {size} bytes, its ring takes {most}: {fix}")
             return
         self._job = self._service.worker.open_job()
         loop = asyncio.get_running_loop()

@@ -71,7 +71,7 @@ class SinkHandoff(Machine):
         self._seed = 0
         self._imported = False
         self._verified = False
-        self._largest_page = 0
+        self.largest_page = 0
         self._window = self._accepted = self._released = self._limit = 0
 
     def offer(self) -> list[Action]:
@@ -90,7 +90,7 @@ class SinkHandoff(Machine):
     def grant(self, *, epoch: int, seed: int, window: int, deadline_s: float, now: float) -> list[Action]:
         """Landing memory is here. `window` is what the ring can always hold: its capacity less one largest record,
         so that padding at the wrap still fits. `seed` is 64 secret random bits. Starts the transfer's clock."""
-        largest = record_bytes(Component.ATTENTION_KV, self._largest_page)
+        largest = record_bytes(Component.ATTENTION_KV, self.largest_page)
         if largest > window:
             return self.reject(
                 "page-too-large", "a page does not fit the landing ring: raise it or lower --page-tokens",
@@ -245,7 +245,7 @@ class SinkHandoff(Machine):
         mismatch = mismatch or self._other_request(reserve)
         if mismatch:
             return self.reject(mismatch.reason, str(mismatch), have=mismatch.have, want=mismatch.want)
-        self._largest_page = reserve.largest_page
+        self.largest_page = reserve.largest_page
         self.same_class = self._identity.exactness == reserve.identity.exactness
         return []
 
