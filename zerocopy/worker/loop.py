@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from native.memory import NativeError
 from native.ring import Ring, RingHandle
 from native.slab import Slab, SlabHandle
 from zerocopy.handoff.errors import HandoffError
@@ -70,10 +71,7 @@ class Worker:
             case p.Attach():
                 self._attach(message)
             case p.Tokenize():
-                tokens = self._runtime.tokenize(
-                    message.text, add_special=message.add_special, parse_special=message.parse_special
-                )
-                self._sock.send(p.Tokenized(message.job, tokens))
+                self._tokenize(message)
             case p.Prefill():
                 self._queue_prefill(message)
             case p.Generate():
@@ -84,6 +82,16 @@ class Worker:
                 self._decoding(message)
             case p.Shutdown():
                 self._running = False
+
+    def _tokenize(self, message: p.Tokenize) -> None:
+        try:
+            tokens = self._runtime.tokenize(
+                message.text, add_special=message.add_special, parse_special=message.parse_special
+            )
+        except EngineError as error:
+            self._sock.send(p.Failed(message.job, error.reason, str(error)))
+        else:
+            self._sock.send(p.Tokenized(message.job, tokens))
 
     def _attach(self, message: p.Attach) -> None:
         take = self._sock.take_fd
@@ -145,7 +153,7 @@ class Worker:
     def _guard(self, job: int, station: _Station, work: Callable[[], bool]) -> bool:
         try:
             return work()
-        except (EngineError, HandoffError) as error:
+        except (EngineError, HandoffError, NativeError) as error:
             self._clear(station)
             self._sock.send(p.Failed(job, error.reason, str(error)))
             return True

@@ -1,0 +1,405 @@
+"""The worker's loop on a thread, with its daemon's end of the socket in the test's hand."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+
+from native.ring import Ring
+from native.slab import Slab
+from tests.worker.stage import EPOCH, HANDOFF, SEED, Stage, prompt
+from zerocopy.handoff.components import HEADER_BYTES
+from zerocopy.runtime.base import EngineError, Lane
+from zerocopy.runtime.llama.engine import LlamaRuntime
+from zerocopy.worker import protocol as p
+from zerocopy.worker.loop import Worker
+from zerocopy.worker.sampling import Sampling
+
+EVERYTHING = "nemotron_h_moe+mtp"
+BOTH = frozenset({"prefill", "decode"})
+TIMEOUT_S = 20.0
+
+M = TypeVar("M")
+
+
+class Daemon:
+    """What the daemon would hold: rings, slabs, the socket, and all that was said."""
+
+    def __init__(self, runtime: LlamaRuntime, roles: frozenset[str], rings: int, ring_bytes: int) -> None:
+        self.runtime = runtime
+        self.lanes: list[Lane] = []
+        self.sock, theirs = socket.socketpair()
+        self.sock.settimeout(TIMEOUT_S)
+        self._theirs = theirs
+        self.heard: list[p.ToDaemon] = []
+        self.export = [Ring.create(ring_bytes, "test") for _ in range(rings)]
+        self.landing = [Ring.create(ring_bytes, "test") for _ in range(rings)]
+        size = runtime.facts.schema.snapshot_bytes()
+        self.export_slabs, self.landing_slabs = ([Slab.create(size, "test")] if size else [] for _ in range(2))
+        for slab in self.export_slabs + self.landing_slabs:
+            assert slab.claim(EPOCH)
+        self.worker = Worker(p.WorkerSocket(theirs), self._recording_runtime(), roles)
+        self.ended: list[str] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self._attach()
+
+    def _recording_runtime(self) -> LlamaRuntime:
+        """The session's runtime, whose lanes this test closes and may tamper with."""
+        runtime = self.runtime
+
+        class Recording:
+            facts = runtime.facts
+            tokenize = staticmethod(runtime.tokenize)
+            piece = staticmethod(runtime.piece)
+            is_end = staticmethod(runtime.is_end)
+
+            @staticmethod
+            def open_lane() -> Lane:
+                self.lanes.append(runtime.open_lane())
+                return self.lanes[-1]
+
+        return Recording()  # type: ignore[return-value]
+
+    def _run(self) -> None:
+        with contextlib.suppress(EOFError):
+            self.worker.run()
+            self.ended.append("shutdown")
+        if not self.ended:
+            self.ended.append("daemon gone")
+
+    def _attach(self) -> None:
+        rings = [ring.handle for ring in (*self.export, *self.landing)]
+        fds = [
+            *(fd for ring in self.export for fd in ring.handle.fds),
+            *(slab.handle.memory_fd for slab in self.export_slabs),
+            *(fd for ring in self.landing for fd in ring.handle.fds),
+            *(slab.handle.memory_fd for slab in self.landing_slabs),
+        ]
+        ring_specs = tuple(p.RingSpec(ring.capacity) for ring in rings)
+        half = len(self.export)
+        slab_specs = tuple(p.SlabSpec(slab.capacity) for slab in self.export_slabs)
+        socket.send_fds(
+            self.sock, [p.encode(p.Attach(ring_specs[:half], slab_specs, ring_specs[half:], slab_specs))], fds
+        )
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.send(p.Shutdown())
+        self.sock.close()
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive()
+        self._theirs.close()
+        for lane in self.lanes:
+            lane.close()
+        worker = self.worker  # its process would end here
+        for ring in (*self.export, *self.landing, *worker._export_rings, *worker._landing_rings):
+            ring.close()
+        for slab in (*self.export_slabs, *self.landing_slabs, *worker._export_slabs, *worker._landing_slabs):
+            slab.close()
+
+    # -- talking
+
+    def send(self, message: p.ToWorker) -> None:
+        self.sock.sendall(p.encode(message))
+
+    def _exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            more = self.sock.recv(size - len(data))
+            assert more, "the worker has ended"
+            data += more
+        return data
+
+    def hear(self, kind: type[M], job: int) -> M:
+        """The next message of that kind for that job; everything before it is kept in `heard`."""
+        while True:
+            message = p.decode_to_daemon(self._exactly(p.frame_length(self._exactly(4))))
+            self.heard.append(message)
+            if isinstance(message, kind) and getattr(message, "job", None) == job:
+                return message
+
+    def prefill(self, job: int, tokens: list[int], ring: int = 0) -> None:
+        slab = 0 if self.export_slabs else None
+        self.send(p.Prefill(job, tokens, HANDOFF, EPOCH, SEED, ring, slab, probe=True))
+
+    def generate(self, job: int, tokens: list[int], **changes: Any) -> None:
+        message = p.Generate(job, tokens, max_tokens=4, sampling=Sampling(), stop=(), proof_key=None)
+        self.send(msgspec.structs.replace(message, **changes))
+
+    def drain(self, ring: Ring) -> int:
+        count = 0
+        while (record := ring.read()) is not None:
+            record.release()
+            count += 1
+        return count
+
+    def release(self, job: int) -> None:
+        self.send(p.Release(job))
+        self.hear(p.Dropped, job)
+
+    def order(self, *kinds: type) -> list[tuple[str, int]]:
+        return [(type(m).__name__, getattr(m, "job", 0)) for m in self.heard if isinstance(m, kinds)]
+
+
+Open = Callable[..., Daemon]
+
+
+@pytest.fixture
+def daemon(runtime_of: Callable[[str], LlamaRuntime]) -> Iterator[Open]:
+    opened: list[Daemon] = []
+
+    def build(family: str = "llama", roles: frozenset[str] = BOTH, rings: int = 2, ring_bytes: int = 1 << 20) -> Daemon:
+        opened.append(Daemon(runtime_of(family), roles, rings, ring_bytes))
+        return opened[-1]
+
+    yield build
+    for one in opened:
+        one.close()
+
+
+def test_one_worker_prefills_and_another_prompt_is_continued_at_once(daemon: Open) -> None:
+    """Q1: the two lanes take turns on the one engine thread."""
+    host = daemon(EVERYTHING)
+    host.prefill(1, prompt(200))
+    host.generate(2, prompt(100), max_tokens=30)
+    host.hear(p.Generated, 2)
+    if not any(isinstance(m, p.Prefilled) for m in host.heard):
+        host.hear(p.Prefilled, 1)
+    turns = [job for _, job in host.order(p.ChunkDone, p.TextDelta)]
+    first, last = turns.index(2), max(n for n, job in enumerate(turns) if job == 1)
+    assert first < last, "the decode lane waited for the whole prefill"
+
+
+def test_jobs_of_one_lane_run_one_after_another_in_order(daemon: Open) -> None:
+    host = daemon()
+    for job in (1, 2, 3):
+        host.generate(job, prompt(40))
+    for job in (1, 2, 3):
+        host.hear(p.Generated, job)
+        host.release(job)
+    assert host.order(p.Generated, p.Dropped) == [(kind, job) for job in (1, 2, 3) for kind in ("Generated", "Dropped")]
+
+
+def test_a_finished_job_keeps_its_lane_until_it_is_released(daemon: Open) -> None:
+    """H4: the source's state stays until commit or abort."""
+    host = daemon()
+    host.prefill(1, prompt(40))
+    host.hear(p.Prefilled, 1)
+    host.prefill(2, prompt(40), ring=1)
+    host.send(p.Tokenize(9, "a", add_special=False, parse_special=False))  # the worker has seen both by now
+    host.hear(p.Tokenized, 9)
+    assert not host.order(p.ChunkDone)[2:]
+    host.release(1)
+    host.hear(p.Prefilled, 2)
+
+
+def test_a_full_export_ring_is_exported_further_as_it_empties(daemon: Open) -> None:
+    """The space bell wakes the loop: nothing polls."""
+    host = daemon(rings=1, ring_bytes=64 << 10)
+    host.prefill(1, prompt(300))
+    host.hear(p.ChunkDone, 1)
+    count, stop = 0, threading.Event()
+
+    def pump() -> None:
+        nonlocal count
+        while not stop.is_set():
+            count += host.drain(host.export[0])
+            stop.wait(0.001)
+
+    thread = threading.Thread(target=pump)
+    thread.start()
+    done = host.hear(p.Prefilled, 1)
+    stop.set()
+    thread.join()
+    assert count + host.drain(host.export[0]) == done.pages
+
+
+def test_a_landing_page_wakes_a_waiting_import(daemon: Open) -> None:
+    """The whole state, page by page, through two workers' rings, to an exact probe."""
+    host = daemon(EVERYTHING)
+    host.prefill(1, prompt(60))
+    done = host.hear(p.Prefilled, 1)
+    host.generate(2, prompt(60), ring=0, slab=0, probe=True, same_class=True)
+    moved = 0
+    while (record := host.export[0].read()) is not None:
+        slot = host.landing[0].claim(len(record.view))
+        assert slot is not None
+        slot.view[:] = record.view
+        slot.commit()
+        record.release()
+        moved += 1
+    (snapshot,) = [m for m in host.heard if isinstance(m, p.SnapshotReady)]
+    for part in snapshot.parts:
+        source = host.export_slabs[0].view(part.offset, part.nbytes)
+        host.landing_slabs[0].view(part.offset, part.nbytes)[:] = source
+    assert moved + len(snapshot.parts) == done.pages
+    host.send(p.StateComplete(2))
+    assert host.hear(p.Verified, 2).exact
+    assert not host.order(p.TextDelta)
+    host.send(p.Commit(2))
+    assert host.hear(p.Generated, 2).completion_tokens == 4
+
+
+# -- release
+
+
+def test_a_queued_job_can_be_released_and_never_runs(daemon: Open) -> None:
+    """H7."""
+    host = daemon()
+    host.prefill(1, prompt(40))
+    host.hear(p.Prefilled, 1)
+    host.prefill(2, prompt(40), ring=1)
+    host.release(2)
+    host.release(1)
+    host.prefill(3, prompt(40), ring=1)
+    host.hear(p.Prefilled, 3)
+    assert 2 not in {job for _, job in host.order(p.ChunkDone)}
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 3])
+def test_a_prefill_can_be_released_in_the_middle_and_the_next_is_unharmed(daemon: Open, chunks: int) -> None:
+    """H7: its lane is wiped, its ring is free, and another prompt's state is what it would have been."""
+    host = daemon(EVERYTHING)
+    host.prefill(1, prompt(200))
+    for _ in range(chunks):
+        host.hear(p.ChunkDone, 1)
+    host.release(1)
+    host.export[0].recycle()
+    host.prefill(2, prompt(60))
+    host.hear(p.Prefilled, 2)
+    after = [bytes(r.view[HEADER_BYTES:]) for r in iter(host.export[0].read, None)]
+    fresh = Stage(host.runtime)
+    assert after == [bytes(page.payload) for page in fresh.exported(prompt(60)) if page.header.component not in (2, 3)]
+    fresh.close()
+
+
+def test_an_import_that_waits_for_pages_can_be_released(daemon: Open) -> None:
+    host = daemon()
+    host.generate(1, prompt(40), ring=0)
+    host.release(1)
+    host.landing[0].recycle()
+    host.generate(2, prompt(40))
+    host.hear(p.Generated, 2)
+
+
+def test_an_import_that_waits_for_its_commit_can_be_released(daemon: Open) -> None:
+    """H3: and has generated nothing."""
+    host = daemon()
+    host.prefill(1, prompt(40))
+    host.hear(p.Prefilled, 1)
+    host.generate(2, prompt(40), ring=0, probe=False)
+    while (record := host.export[0].read()) is not None:
+        slot = host.landing[0].claim(len(record.view))
+        assert slot is not None
+        slot.view[:] = record.view
+        slot.commit()
+        record.release()
+    host.send(p.StateComplete(2))
+    host.hear(p.Imported, 2)
+    host.release(2)
+    assert not host.order(p.TextDelta)
+
+
+def test_a_generation_can_be_released_between_two_tokens(daemon: Open) -> None:
+    host = daemon()
+    host.generate(1, prompt(40), max_tokens=400)
+    host.hear(p.TextDelta, 1)
+    host.release(1)
+    assert not host.order(p.Generated)
+
+
+def test_a_release_is_answered_also_for_a_job_nobody_knows(daemon: Open) -> None:
+    daemon().release(77)
+
+
+def test_what_is_meant_for_a_job_that_is_over_is_dropped(daemon: Open) -> None:
+    host = daemon()
+    host.generate(1, prompt(40), ring=0)
+    host.release(1)
+    host.send(p.StateComplete(1))
+    host.send(p.Commit(1))
+    host.generate(2, prompt(40))
+    host.hear(p.Generated, 2)
+
+
+# -- failure
+
+
+def test_a_job_that_fails_ends_alone_and_its_lane_serves_the_next(daemon: Open) -> None:
+    host = daemon()
+    host.prefill(1, [1, 2, 99_999, 4])
+    failed = host.hear(p.Failed, 1)
+    assert failed.reason == "token-range"
+    host.release(1)
+    host.prefill(2, prompt(40), ring=1)
+    host.hear(p.Prefilled, 2)
+
+
+def test_a_failure_wipes_the_lane_before_anybody_hears_of_it(daemon: Open) -> None:
+    """X6: not only when the daemon gets around to Release."""
+    host = daemon()
+    lane = host.lanes[1]  # lanes are opened in the order of their roles' names: decode, prefill
+
+    def refuse(*args: object) -> None:
+        raise EngineError("export", "no page today")
+
+    lane.export_page = refuse  # type: ignore[method-assign,assignment]
+    host.prefill(1, prompt(100))
+    host.hear(p.Failed, 1)
+    assert lane.positions().target == -1
+    host.export[0].recycle()
+
+
+def test_a_page_too_large_for_the_ring_fails_its_job_and_not_the_worker(daemon: Open) -> None:
+    """Q2: a small --ring-mib must not cost the other lane its request."""
+    host = daemon(rings=1, ring_bytes=4096)
+    host.generate(2, prompt(40), max_tokens=300)
+    host.prefill(1, prompt(40))
+    assert host.hear(p.Failed, 1).reason == "record-size"
+    assert host.hear(p.Generated, 2).completion_tokens == 300
+
+
+def test_text_that_cannot_be_tokenized_fails_its_request_and_not_the_worker(
+    daemon: Open, runtime_of: Callable[[str], LlamaRuntime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(text: str, **_: bool) -> list[int]:
+        raise EngineError("tokenize", "text of 1 bytes does not fit 0 tokens")
+
+    monkeypatch.setattr(runtime_of("llama"), "tokenize", refuse)
+    host = daemon()
+    host.send(p.Tokenize(1, "x", add_special=True, parse_special=False))
+    assert host.hear(p.Failed, 1).reason == "tokenize"
+    host.generate(2, prompt(40))
+    host.hear(p.Generated, 2)
+
+
+# -- the end
+
+
+def test_shutdown_ends_the_loop(daemon: Open) -> None:
+    host = daemon()
+    host.send(p.Shutdown())
+    host._thread.join(TIMEOUT_S)
+    assert host.ended == ["shutdown"]
+
+
+def test_a_daemon_that_is_gone_ends_a_worker_that_waits(daemon: Open) -> None:
+    host = daemon()
+    host.generate(1, prompt(40), ring=0)
+    host.sock.shutdown(socket.SHUT_RDWR)
+    host._thread.join(TIMEOUT_S)
+    assert host.ended == ["daemon gone"]
+
+
+def test_a_role_that_was_not_asked_for_opens_no_lane(daemon: Open) -> None:
+    host = daemon(roles=frozenset({"decode"}))
+    assert len(host.lanes) == 1
+    host.generate(1, prompt(40))
+    host.hear(p.Generated, 1)
