@@ -12,12 +12,12 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from planner.placement import Decision, choose
 from transport.link import Link
 from zerocopy.config import DaemonConfig
+from zerocopy.daemon.ending import to_the_end
 from zerocopy.daemon.incoming import HandoffFailed, Incoming
 from zerocopy.daemon.memory import SharedMemory
 from zerocopy.daemon.peers import Peers
@@ -78,7 +78,7 @@ class Generation:
                         async for event in events:
                             yield event
                 finally:
-                    await _finish(session.close())
+                    await to_the_end(session.close())
         except WorkerLost as error:
             raise RequestError("worker-lost", str(error), 503, WORKER_RETRY_S) from None
         except JobFailed as error:
@@ -124,7 +124,8 @@ class Generation:
     @contextlib.asynccontextmanager
     async def _lane_turn(self) -> AsyncIterator[None]:
         try:
-            await asyncio.wait_for(self._turn.acquire(), self.config.queue_s)
+            async with asyncio.timeout(self.config.queue_s):
+                await self._turn.acquire()
         except TimeoutError:
             raise RequestError("queue-deadline", f"no turn within {self.config.queue_s:g} s", 503, 1.0) from None
         try:
@@ -158,8 +159,9 @@ class _Session:
         if self._placement == "local":
             self._job = self._service.worker.open_job()
             self._service.worker.send(self._worker_request(self._job))
-        async for event in self._events():
-            yield event
+        async with contextlib.aclosing(self._events()) as events:
+            async for event in events:
+                yield event
 
     async def close(self) -> None:
         """Free whatever is held, at any stage."""
@@ -193,14 +195,8 @@ class _Session:
         self._job, self._trace = service.worker.open_job(), handoff.trace
         service.incoming[handoff_id] = handoff
         request, epoch = self._worker_request(self._job, probe=config.probe), service.next_epoch()
-        receiving = asyncio.create_task(handoff.receive(self._job, request, epoch=epoch, transfer_s=config.transfer_s))
         try:
-            await asyncio.shield(receiving)
-        except asyncio.CancelledError:
-            handoff.fail("cancelled", "the client is gone")
-            with contextlib.suppress(HandoffFailed):
-                await receiving
-            raise
+            await handoff.receive(self._job, request, epoch=epoch, transfer_s=config.transfer_s)
         finally:
             service.incoming.pop(handoff_id, None)
             service.on_trace(handoff.trace)
@@ -236,7 +232,8 @@ class _Session:
         assert self._job is not None
         while True:
             try:
-                message = await asyncio.wait_for(self._job.next(), max(0.0, self._deadline - time.monotonic()))
+                async with asyncio.timeout(self._deadline - time.monotonic()):
+                    message = await self._job.next()
             except TimeoutError:
                 raise RequestError("request-deadline", "the request ran out of time", 504) from None
             if isinstance(message, p.TextDelta | p.Generated):
@@ -320,13 +317,3 @@ def _check_size(request: GenerationRequest, tokens: list[int], facts: EngineFact
             f"this host has {facts.n_ctx}: shorten the prompt, lower max_tokens or start with a larger --n-ctx",
             400,
         )
-
-
-async def _finish(ending: Coroutine[Any, Any, None]) -> None:
-    """Run an ending to its end even while the caller is being cancelled."""
-    task = asyncio.ensure_future(ending)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await task
-        raise

@@ -22,6 +22,7 @@ import msgspec
 from native.memory import NativeError
 from native.ring import Slot
 from transport.link import Landing, Link, LinkError
+from zerocopy.daemon.ending import to_the_end
 from zerocopy.daemon.memory import Lease, SharedMemory
 from zerocopy.daemon.trace import Trace
 from zerocopy.daemon.worker_process import Job, JobFailed, WorkerLost, WorkerProcess
@@ -66,7 +67,8 @@ class _Room:
 
 
 class Incoming:
-    """One handoff arriving at this host. `receive` runs it; the other methods are called while it runs."""
+    """One handoff arriving at this host. `receive` runs it, and cancelling that cancels the handoff; the other methods
+    are called while it runs."""
 
     def __init__(
         self, link: Link, machine: SinkHandoff, worker: WorkerProcess, memory: SharedMemory, tokens: Sequence[int]
@@ -94,12 +96,10 @@ class Incoming:
         job is released; on return the job generates."""
         self._job = job
         try:
-            with contextlib.suppress(WorkerLost):
-                await self._negotiate(job, request, epoch, transfer_s)
+            await self._negotiate(job, request, epoch, transfer_s)
         finally:
-            if not self.machine.over:
-                self.fail("cancelled", "the request ended before its state had come")
-            await self._end(job)
+            self.fail("cancelled", "the request ended before its state had come")  # nothing, once it is over
+            await to_the_end(self._end(job))
         outcome = self.machine.outcome
         if outcome is None or not outcome.committed:
             raise HandoffFailed(outcome.reason if outcome else "unknown", outcome.message if outcome else "")
@@ -222,8 +222,7 @@ class Incoming:
         for action in actions:
             match action:
                 case Send(message):
-                    with contextlib.suppress(LinkError):  # a lost link ends the handoff through link_lost
-                        self.link.send(encode(message))
+                    self._say(message)
                 case Ended(outcome):
                     self.trace.outcome = "committed" if outcome.committed else "aborted"
                     self.trace.reason = outcome.reason
@@ -232,6 +231,15 @@ class Incoming:
                     self._drained.set()
         self._wake.set()
 
+    def _say(self, message: HandoffMessage) -> None:
+        """What cannot be said ends the handoff, unless it is over."""
+        try:
+            self.link.send(encode(message))
+        except LinkError as error:
+            self.fail("link-lost", str(error))
+        except HandoffError as error:
+            self.fail(error.reason, str(error))
+
     def _locked(self, work: Callable[[], T]) -> T:
         with self._lock:
             return work()
@@ -239,7 +247,8 @@ class Incoming:
     async def _sleep(self) -> None:
         """Until something happened or the machine's deadline."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), max(0.0, self.machine.deadline - time.monotonic()))
+            async with asyncio.timeout(self.machine.deadline - time.monotonic()):
+                await self._wake.wait()
         self._wake.clear()
         if expired := self._locked(lambda: self.machine.tick(time.monotonic())):
             self._do(expired)  # only then: `_do` wakes this very loop

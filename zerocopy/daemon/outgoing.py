@@ -11,11 +11,13 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
+from native.memory import NativeError
 from native.ring import Record
 from transport.link import Link, LinkError
+from zerocopy.daemon.ending import to_the_end
 from zerocopy.daemon.memory import Lease, SharedMemory
 from zerocopy.daemon.trace import Trace, busy
 from zerocopy.daemon.worker_process import Job, JobFailed, WorkerLost, WorkerProcess
@@ -29,6 +31,8 @@ from zerocopy.worker import protocol as p
 
 # A peer may queue this many prompts here before it is refused: the queue deadline bounds time, this bounds memory.
 MAX_QUEUED: Final = 256
+# Pages given to the link and not yet with the peer: more would only lengthen the link's queue, which has a bound.
+MAX_SENDING: Final = 1024
 
 
 class _Page:
@@ -74,12 +78,11 @@ class Outgoing:
     async def run(self, turn: asyncio.Lock) -> None:
         """From the queue to the end; never raises for what can go wrong with a handoff."""
         try:
-            if await self._lane(turn):
-                try:
+            async with self._lane(turn):
+                if not self.machine.over:
                     await self._serve()
-                finally:
-                    turn.release()
         finally:
+            self._shut_down()  # cancelled while it waited for the lane
             self._service.ended(self)
 
     def message(self, message: HandoffMessage) -> None:
@@ -98,14 +101,17 @@ class Outgoing:
             if not self.machine.over:
                 self.trace.marks["granted"] = time.monotonic()
                 await self._transfer()
-        except HandoffError as error:
-            self._do(self.machine.fail_with(error))
+        except (HandoffError, NativeError) as error:
+            self.fail(error.reason, str(error))
         except WorkerLost as error:
             self.fail("worker-lost", str(error))
         finally:
-            if not self.machine.over:  # cancelled: the daemon is stopping
-                self.fail("shutdown", "the prefiller is shutting down")
-            await self._end()
+            self._shut_down()
+            await to_the_end(self._end())
+
+    def _shut_down(self) -> None:
+        """Whatever is not over here was cancelled, and only a daemon that stops does that."""
+        self.fail("shutdown", "the prefiller is shutting down")
 
     async def _transfer(self) -> None:
         grant = self.machine.grant
@@ -184,7 +190,11 @@ class Outgoing:
 
     def _pump(self, lease: Lease) -> None:
         """Hand every page that is there, next in order and within credit, to the link; then the manifest."""
-        while (page := self._next_page(lease)) is not None and self.machine.may_send(page.header):
+        while (
+            len(self._sending) < MAX_SENDING
+            and (page := self._next_page(lease)) is not None
+            and self.machine.may_send(page.header)
+        ):
             self.machine.page_sent(page.header)  # or it raises, and the page is freed at the end
             if page is self._head:
                 self._head = None
@@ -207,12 +217,9 @@ class Outgoing:
             if header.sequence == turn:
                 self._parts.popleft()
                 return _Page(header, part.header, lease.slab.view(part.offset, part.nbytes), None)
-        if self._head is not None and self._prefilled is not None and not self._parts:
+        if self._prefilled is not None and turn < self._prefilled.pages and not self._parts:
             # Everything is exported and still the page whose turn it is does not exist: an exporter left one out.
-            raise HandoffError(
-                "page-missing", f"the exporter skipped page {turn}; {self._head.header.address} is number "
-                f"{self._head.header.sequence}"
-            )  # fmt: skip
+            raise HandoffError("page-missing", f"the exporter left out page {turn} of {self._prefilled.pages}")
         return None
 
     def _send(self, page: _Page) -> None:
@@ -221,8 +228,8 @@ class Outgoing:
             future = self.link.send_page(page.packed, page.payload)
         except LinkError as error:
             page.free()
+            self.fail("link-lost", str(error))
             self._do(self.machine.page_done())
-            self.fail(error.reason, str(error))
             return
         self._sending.add(future)
         future.add_done_callback(lambda done: self._sent(done, page, began))
@@ -232,8 +239,7 @@ class Outgoing:
         last = self.trace.wire[-1][1] if self.trace.wire else began
         page.free()
         if not future.cancelled() and (error := future.exception()) is not None:
-            reason = error.reason if isinstance(error, LinkError) else "link-lost"
-            self.fail(reason, str(error))
+            self.fail("link-lost", str(error))
         elif not future.cancelled():
             span = (max(began, last), time.monotonic(), page.header.payload_bytes)
             self.trace.page(page.header.component, span)
@@ -257,8 +263,7 @@ class Outgoing:
         for action in actions:
             match action:
                 case Send(message):
-                    with contextlib.suppress(LinkError):  # a lost link ends the handoff through link_lost
-                        self.link.send(encode(message))
+                    self._say(message)
                 case Ended(outcome):
                     self.trace.outcome = "committed" if outcome.committed else "aborted"
                     self.trace.reason = outcome.reason
@@ -267,26 +272,36 @@ class Outgoing:
                     self._drained.set()
         self._wake.set()
 
+    def _say(self, message: HandoffMessage) -> None:
+        """What cannot be said ends the handoff, unless it is over."""
+        try:
+            self.link.send(encode(message))
+        except LinkError as error:
+            self.fail("link-lost", str(error))
+        except HandoffError as error:
+            self.fail(error.reason, str(error))
+
     async def _sleep(self) -> None:
         """Until something happened or the machine's deadline."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), max(0.0, self.machine.deadline - time.monotonic()))
+            async with asyncio.timeout(self.machine.deadline - time.monotonic()):
+                await self._wake.wait()
         self._wake.clear()
         if expired := self.machine.tick(time.monotonic()):
             self._do(expired)  # only then: `_do` wakes this very loop
 
-    async def _lane(self, turn: asyncio.Lock) -> bool:
-        """Wait for the prefill lane; False when the handoff ended first (cancel, deadline)."""
+    @contextlib.asynccontextmanager
+    async def _lane(self, turn: asyncio.Lock) -> AsyncIterator[None]:
+        """The prefill lane, once it is this handoff's turn; without it if the handoff ended first."""
         waiting = asyncio.ensure_future(turn.acquire())
-        while not waiting.done() and not self.machine.over:
-            sleeper = asyncio.ensure_future(self._sleep())
-            await asyncio.wait({waiting, sleeper}, return_when=asyncio.FIRST_COMPLETED)
-            sleeper.cancel()
-        if not self.machine.over:
-            return True
-        if not waiting.cancel():
-            turn.release()  # it had just been ours
-        return False
+        waiting.add_done_callback(lambda _: self._wake.set())
+        try:
+            while not (waiting.done() or self.machine.over):
+                await self._sleep()
+            yield
+        finally:
+            if not waiting.cancel():
+                turn.release()
 
 
 class OutgoingService:
