@@ -37,7 +37,6 @@ from zerocopy.handoff.components import (
     Component,
     ComponentSpec,
     PageHeader,
-
 )
 from zerocopy.runtime.base import Runtime
 from zerocopy.runtime.llama.blob import Geometry
