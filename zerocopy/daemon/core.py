@@ -23,7 +23,7 @@ from zerocopy.daemon.outgoing import OutgoingService
 from zerocopy.daemon.peers import Peers
 from zerocopy.daemon.requests import Event, GenerationRequest, RequestError, ServiceStatus, Started
 from zerocopy.daemon.telemetry import Outcome, Placement, Telemetry, log_event
-from zerocopy.daemon.trace import KEPT, Trace
+from zerocopy.daemon.trace import KEPT, Trace, busy
 from zerocopy.daemon.worker_process import WORKER_COMMAND, WorkerProcess
 from zerocopy.handoff.components import PageHeader
 from zerocopy.handoff.messages import (
@@ -146,17 +146,7 @@ class Core:
             "reserved_bytes": self.memory.reserved_bytes(),
             "handoffs_out": self.outgoing.running,
             "handoffs_in": len(self.generation.incoming),
-            "peers": [
-                {
-                    "name": peer.name,
-                    "connected": peer.link is not None,
-                    "roles": list(peer.hello.roles) if peer.hello else [],
-                    "transport": peer.link.transport if peer.link else None,
-                    "rtt_ms": 1e3 * rtt if peer.link and (rtt := peer.link.stats.rtt_s) is not None else None,
-                    "last_error": None if peer.link else peer.last_error,
-                }
-                for peer in self.peers.all()
-            ],
+            "peers": [self.peers.describe(peer) for peer in self.peers.all()],
             "recent_handoffs": [msgspec.to_builtins(trace) for trace in self._traces],
         }
 
@@ -164,6 +154,9 @@ class Core:
 
     def sink(self, link: Link) -> PageSink:
         return _PageDoor(self, link)
+
+    def busy(self, link: Link) -> bool:
+        return any(service.uses(link) for service in (self.generation, self.outgoing, self.forwarding))
 
     def peer_message(self, link: Link, message: AnyMessage) -> None:
         match message:
@@ -219,6 +212,8 @@ class Core:
 
     def _keep(self, trace: Trace) -> None:
         self._traces.append(trace)
+        if trace.outcome == "committed":
+            self.peers.transferred(trace.peer, sum(trace.component_bytes.values()), busy(trace.wire))
         self.telemetry.handoff_ended(trace.record())
         log_event(
             "handoff ended", handoff=trace.handoff, role=trace.role, peer=trace.peer,
