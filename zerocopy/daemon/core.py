@@ -23,7 +23,7 @@ from zerocopy.daemon.outgoing import OutgoingService
 from zerocopy.daemon.peers import Peers
 from zerocopy.daemon.requests import Event, GenerationRequest, RequestError, ServiceStatus, Started
 from zerocopy.daemon.telemetry import Outcome, Placement, Telemetry, log_event
-from zerocopy.daemon.trace import KEPT, Trace, busy
+from zerocopy.daemon.trace import KEPT, Trace
 from zerocopy.daemon.worker_process import WORKER_COMMAND, WorkerProcess
 from zerocopy.handoff.components import PageHeader
 from zerocopy.handoff.messages import (
@@ -213,7 +213,7 @@ class Core:
     def _keep(self, trace: Trace) -> None:
         self._traces.append(trace)
         if trace.outcome == "committed":
-            self.peers.transferred(trace.peer, sum(trace.component_bytes.values()), busy(trace.wire))
+            self.peers.transferred(trace.peer, *trace.moved())
         self.telemetry.handoff_ended(trace.record())
         log_event(
             "handoff ended", handoff=trace.handoff, role=trace.role, peer=trace.peer,

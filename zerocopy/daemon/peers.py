@@ -90,7 +90,7 @@ class Peers:
             for link in list(peer.links):
                 _say(link, self._hello())
 
-    def transferred(self, name: str, nbytes: int, seconds: float) -> None:
+    def transferred(self, name: str, nbytes: float, seconds: float) -> None:
         """A handoff with this peer committed after `nbytes` had needed `seconds` on the wire."""
         peer = self._peers.get(name)
         if peer and peer.paths and peer.link and nbytes >= MIN_TRANSFER_BYTES and seconds > 0:
