@@ -67,6 +67,28 @@ def test_the_manifest_counts_what_was_sent_and_brings_the_sources_figures(tmp_pa
     run(scenario())
 
 
+def test_a_commit_that_overtakes_the_acknowledgements_of_its_pages_waits_for_them(tmp_path: Path) -> None:
+    """They are no pages to cancel: the decoder has them."""
+
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.sink.gate.clear()
+            stage.ask()
+            task = await stage.granted()
+            stage.host.worker.export_all(task, stage.pages)
+            await stage.decoder.hear(Manifest)
+            stage.decoder.say(CommitAck(handoff_id=stage.id, epoch=7))
+            (handoff,) = stage.host.service._handoffs.values()
+            await until(lambda: handoff.machine.over)
+            await asyncio.sleep(0.02)
+            assert stage.host.memory.reserved_bytes() > 0
+            stage.sink.gate.set()
+            await until(stage.host.nothing_held)
+            assert sum(stage.host.traces[0].component_pages.values()) == len(stage.pages)
+
+    run(scenario())
+
+
 def test_one_handoff_after_another_uses_the_same_memory(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with staged(tmp_path, rings=1) as stage:
