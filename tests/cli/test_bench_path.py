@@ -73,6 +73,13 @@ def test_a_small_run_gives_every_figure(capsys: pytest.CaptureFixture[str]) -> N
     assert report["gib"] >= 0.01 and report["handoffs"] == PathPlan(0.01, 1024, geometry="small").handoffs
 
 
+def test_more_handoffs_than_a_host_remembers_are_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main.run(["bench", "path", "--gib", "1000"]) == 1
+    assert "more than a host remembers, 32: raise --prompt-tokens" in capsys.readouterr().err
+
+
 def test_a_handoff_that_fails_is_told(tmp_path: Path) -> None:
     plan = PathPlan(geometry="small", chunk_tokens=128, page_tokens=64, ring_mib=4)
     with Hosts(tmp_path) as hosts:

@@ -99,7 +99,7 @@ def path(
     chunk_tokens: Annotated[int, typer.Option(help="Prompt tokens per engine call.", min=1)] = 1024,
     page_tokens: Annotated[int, typer.Option(help="Most tokens per page.", min=1)] = 1024,
     ring_mib: Annotated[int, typer.Option(help="Size of each ring.", min=1)] = 64,
-    link_seconds: Annotated[float, typer.Option(help="Of each measurement of the bare link.", min=0.05)] = 0.8,
+    link_seconds: Annotated[float, typer.Option(help="Of each measurement of the bare link.", min=0.05)] = 1.5,
     json: Json = False,
 ) -> None:
     """Measure the whole path here: worker to ring to wire to ring to worker, with synthetic state.
@@ -112,7 +112,7 @@ def path(
     plan = b.PathPlan(
         gib, prompt_tokens, overlap_tokens, prefill_speed, geometry, chunk_tokens, page_tokens, ring_mib, link_seconds
     )
-    with _folder() as folder, _progress(plan.handoffs + 3) as step:
+    with _folder() as folder, _progress(plan.steps) as step:
         report = b.measure(plan, Path(folder), step)
     show_json(report) if json else show(_path_table(report))
 

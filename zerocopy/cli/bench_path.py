@@ -8,6 +8,7 @@ prefill ended, and the tail beside what a model of it says. What a figure means 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from zerocopy.cli import bench_link
 from zerocopy.cli.hosts import Host, Hosts
 from zerocopy.cli.measuring import GIB, gbps, median
 from zerocopy.cli.screen import CliError
+from zerocopy.daemon.trace import KEPT
 from zerocopy.handoff.components import Component, StateSchema
 from zerocopy.runtime.synthetic import GEOMETRIES, SUFFIX, Descriptor, GeometryName, state_schema, write_descriptor
 
@@ -42,7 +44,7 @@ class PathPlan(msgspec.Struct, frozen=True):
     chunk_tokens: int = 1024
     page_tokens: int = 1024
     ring_mib: int = 64
-    link_seconds: float = 0.8
+    link_seconds: float = 1.5
 
     @property
     def schema(self) -> StateSchema:
@@ -55,7 +57,11 @@ class PathPlan(msgspec.Struct, frozen=True):
             spec.page_bytes((0, spec.layers), (0, self.prompt_tokens if spec.per_token else 1))
             for spec in self.schema.components
         )
-        return max(1, round(self.gib * GIB / one + 0.5))
+        return max(1, math.ceil(self.gib * GIB / one))
+
+    @property
+    def steps(self) -> int:
+        return self.handoffs + 4
 
 
 class ProcessCost(msgspec.Struct, frozen=True):
@@ -63,6 +69,10 @@ class ProcessCost(msgspec.Struct, frozen=True):
     rings_mib: float  # of that, rings and slabs
     peak_mib: float
     cpu_s_per_gib: float
+
+    @property
+    def over_mib(self) -> float:
+        return round(self.peak_mib - self.idle_mib, 2)
 
 
 class PathReport(msgspec.Struct, frozen=True):
@@ -81,9 +91,44 @@ class PathReport(msgspec.Struct, frozen=True):
     tail: dict[str, float]  # the model's terms
 
 
+class _Pass(msgspec.Struct, frozen=True):
+    """The throughput pass."""
+
+    nbytes: int
+    seconds: float
+    processes: dict[str, ProcessCost]
+    links: list[bench_link.Row]
+
+    @property
+    def gbps(self) -> float:
+        return gbps(self.nbytes, self.seconds)
+
+
 def measure(plan: PathPlan, folder: Path, step: Callable[[str], None]) -> PathReport:
-    """Runs everything; `step` is told what begins."""
-    before = _link(plan, folder / "link-1", step)
+    """Runs everything; `step` is told what begins, `PathPlan.steps` times."""
+    if plan.handoffs > KEPT:
+        raise CliError(f"{plan.handoffs} handoffs are more than a host remembers, {KEPT}: raise --prompt-tokens")
+    passed = _pass(plan, folder, step)
+    link = [median([getattr(row, field) for row in passed.links]) for field in ("gbps", "cpu_s_per_gib")]
+    return PathReport(
+        gbps=round(passed.gbps, 3),
+        ratio_to_link=round(passed.gbps / link[0], 3),
+        memory_over_rings_mib={
+            name: round(cost.peak_mib - cost.idle_mib, 2) for name, cost in passed.processes.items()
+        },
+        gib=round(passed.nbytes / GIB, 3),
+        handoffs=plan.handoffs,
+        link_gbps=link[0],
+        cpu_s_per_gib=round(sum(cost.cpu_s_per_gib for cost in passed.processes.values()), 4),
+        link_cpu_s_per_gib=link[1],
+        processes=passed.processes,
+        **_overlap(plan, folder, passed.gbps, step),
+    )
+
+
+def _pass(plan: PathPlan, folder: Path, step: Callable[[str], None]) -> _Pass:
+    """The bare link before, halfway and after: it is compared with a path that ran between."""
+    links = [_link(plan, folder / "link-0", step)]
     with Hosts(folder / "fast") as hosts:
         source, sink = _pair(hosts, folder / f"fast{SUFFIX}", Descriptor(plan.geometry), plan, plan.prompt_tokens)
         _hand_off(sink, WARM_UP_TOKENS)
@@ -94,42 +139,30 @@ def measure(plan: PathPlan, folder: Path, step: Callable[[str], None]) -> PathRe
         for number in range(plan.handoffs):
             step(f"handoff {number + 1} of {plan.handoffs}")
             _hand_off(sink, plan.prompt_tokens)
+            if number + 1 == -(-plan.handoffs // 2):
+                links.append(_link(plan, folder / "link-1", step))
         used = {name: after - cpu[name] for name, after in _cpu(processes).items()}
-        peaks = {name: _peak(process) for name, process in processes.items()}
-        passed = _passed(sink.status()["recent_handoffs"][-plan.handoffs :])
-        rings = {name: _rings(process) for name, process in processes.items()}
-    after = _link(plan, folder / "link-2", step)
-    link = median([before.gbps, after.gbps]), median([before.cpu_s_per_gib, after.cpu_s_per_gib])
-    speed, gib = gbps(*passed), passed[0] / GIB
-    overlap = _overlap(plan, folder, speed, step)
-    return PathReport(
-        gbps=round(speed, 3),
-        ratio_to_link=round(speed / link[0], 3),
-        memory_over_rings_mib={name: round((peaks[name] - idle[name]) / MIB, 2) for name in processes},
-        **overlap,
-        gib=round(gib, 3),
-        handoffs=plan.handoffs,
-        link_gbps=link[0],
-        cpu_s_per_gib=round(sum(used.values()) / gib, 4),
-        link_cpu_s_per_gib=link[1],
-        processes={
+        peaks = {name: _peak(process) for name, process in processes.items()}  # before status: its JSON takes memory
+        nbytes, seconds = _passed(sink.status()["recent_handoffs"][-plan.handoffs :])
+        costs = {
             name: ProcessCost(
-                round(idle[name] / MIB, 1),
-                round(rings[name] / MIB, 1),
-                round(peaks[name] / MIB, 1),
-                round(used[name] / gib, 4),
+                idle_mib=round(idle[name] / MIB, 2),
+                rings_mib=round(_rings(process) / MIB, 2),
+                peak_mib=round(peaks[name] / MIB, 2),
+                cpu_s_per_gib=round(used[name] / (nbytes / GIB), 4),
             )
-            for name in processes
-        },
-    )
+            for name, process in processes.items()
+        }
+    links.append(_link(plan, folder / "link-2", step))
+    return _Pass(nbytes, seconds, costs, links)
 
 
 def _link(plan: PathPlan, folder: Path, step: Callable[[str], None]) -> bench_link.Row:
-    """The bare link's default setting, right beside the path it is compared with."""
+    """The link's default setting, alone."""
     step("link")
     ours = bench_link.Plan(
-        streams=(DEFAULT_STREAMS,), record_bytes=(DEFAULT_RECORD_BYTES,),
-        page_bytes=(bench_link.DEFAULT_PAGE_BYTES,), codecs=("none",), seconds=plan.link_seconds, rounds=1,
+        streams=(DEFAULT_STREAMS,), record_bytes=(DEFAULT_RECORD_BYTES,), page_bytes=(bench_link.DEFAULT_PAGE_BYTES,),
+        codecs=("none",), seconds=plan.link_seconds, rounds=1, ceilings=False,
     )  # fmt: skip
     with bench_link.other_end_here(folder) as target:
         return bench_link.sweep(ours, target, lambda _: None).rows[0]
