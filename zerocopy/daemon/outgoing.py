@@ -191,7 +191,8 @@ class Outgoing:
         done = self._prefilled
         if done is not None and self.machine.next_sequence == done.pages and "manifest" not in self.trace.marks:
             self.trace.marks["manifest"] = time.monotonic()
-            self._do(self.machine.manifest(done.target_position, done.mtp_position, self._timings()))
+            timings = self._timings()
+            self._do(self.machine.manifest(done.target_position, done.mtp_position, timings, solo=done.solo))
 
     def _next_page(self, lease: Lease) -> _Page | None:
         """The page whose turn it is, from the ring or from the slab; None while it is not there."""
