@@ -35,6 +35,7 @@ from transport.frames import (
 from transport.incoming import IncomingPages, wipe
 from transport.link import LinkError
 from transport.outgoing import OutgoingPage, OutgoingPages
+from transport.tcp_info import TcpInfo, read_tcp_info
 
 SOCKET_BUFFER: Final = 4 << 20
 STREAM_REASONS: Final = frozenset({"stream-lost", "stream-stalled"})  # end this stream, not the link
@@ -106,6 +107,9 @@ class BulkStream:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             return  # the peer was first
+
+    def info(self) -> TcpInfo | None:
+        return read_tcp_info(self._sock)
 
     def release(self) -> None:
         """After `ended`: the threads are as good as gone."""

@@ -59,6 +59,7 @@ from transport.outgoing import OutgoingPage, OutgoingPages, PageFuture
 from transport.stats import TcpStats
 from transport.tcp_bulk import STREAM_REASONS, BulkStream, tune
 from transport.tcp_control import Control, Mailbox
+from transport.tcp_info import TcpInfo
 
 MAX_STREAMS: Final = 16
 _FLUSH_S: Final = 1.0  # for the last frames of a closing control connection
@@ -129,6 +130,10 @@ class TcpLink:
         if self._error is not None or self._incoming is None:
             raise self._closed()
         return self._outgoing.put(header, payload, self._loop)
+
+    def tcp_info(self) -> list[TcpInfo]:
+        """The kernel's view of each bulk connection that is up."""
+        return [info for stream in self._streams if (info := stream.info()) is not None]
 
     def close(self, reason: str) -> None:
         self._end(LinkError(reason, f"the link to {self.peer} was closed here: {reason}"))
@@ -242,6 +247,8 @@ class TcpLink:
     # -- streams: the listening side
 
     def _expect(self, stream_id: bytes, secret: bytes) -> None:
+        if stream_id in self._host.expected:
+            raise malformed("a stream id that is taken already")
         mine = [key for key, (link, _) in self._host.expected.items() if link is self]
         if len(mine) + len(self._streams) >= MAX_STREAMS:
             if not mine:

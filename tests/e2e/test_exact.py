@@ -173,7 +173,8 @@ def test_real_weights_chat_the_same_on_both_placements(start_pair: StartPair) ->
         {"role": "user", "content": "Why is the sky blue? Explain it to a child, please."},
     ]
     body = {"messages": messages, "max_tokens": 6, "temperature": 0}
-    with start_pair(model=smollm2()) as pair:
+    small = ["--page-tokens", "8"]  # the pages of a real model have to fit these tests' rings
+    with start_pair(model=smollm2(), prefill_flags=small, decode_flags=small) as pair:
         key = new_key()
         local, moved = (
             pair.decoder.call("POST", "/v1/chat/completions", body, headers(mode, key=key))

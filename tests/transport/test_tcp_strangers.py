@@ -11,15 +11,32 @@ from pathlib import Path
 
 import pytest
 
-from transport.frames import INTERNAL, VERSION, Bye, Hello, decode, encode, frame
+from transport.frames import (
+    APPLICATION,
+    INTERNAL,
+    VERSION,
+    Announce,
+    Bye,
+    Cancel,
+    Done,
+    Hello,
+    OpenStream,
+    PageShape,
+    Ping,
+    StreamReady,
+    decode,
+    encode,
+    frame,
+)
 from transport.link import LinkError
 from transport.tcp_door import StrangerLimits, origin
-from transport.tcp_link import Timing
+from transport.tcp_link import MAX_STREAMS, Timing
 
 from .conftest import Run
 from .hosts import Host, pattern, sockets, two_hosts
 
 BRISK = Timing(greet_s=0.4)
+HELLO = frame(INTERNAL, encode(Hello(VERSION)))
 
 
 async def answer(address: str, data: bytes, *, finish: bool = False) -> bytes:
@@ -241,6 +258,58 @@ def test_an_authenticated_peer_of_another_version_is_told_so(
             assert decode(said[len(hello) + 5 :]) == Bye(reason)
             assert b.links == []
             writer.close()
+
+    run(work())
+
+
+ID, PAGE = bytes(16), PageShape(10, 4096, b"h").pack()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [frame(APPLICATION, b"before the hello")],
+        [frame(INTERNAL, encode(Ping(1)))],
+        [HELLO, HELLO],
+        [HELLO, frame(INTERNAL, encode(OpenStream(ID, bytes(32)))) * 2],
+        [HELLO, frame(INTERNAL, encode(StreamReady(ID)))],
+        [HELLO, frame(INTERNAL, encode(Done((0,))))],
+        [HELLO, frame(INTERNAL, encode(Announce(2**63, PAGE)))],
+        [HELLO, frame(INTERNAL, encode(Announce(0, PAGE[:11])))],
+        [HELLO, frame(INTERNAL, encode(Cancel(2**64 - 1)))],
+        [HELLO, b"\xff" * 5],
+        [HELLO, frame(7, b"")],
+    ],
+)
+def test_an_authenticated_peer_that_breaks_the_protocol_is_closed_by_name(
+    run: Run, tmp_path: Path, frames: list[bytes]
+) -> None:
+    async def work() -> None:
+        async with two_hosts(tmp_path, timing=BRISK) as (a, b, address):
+            host, port = address.rsplit(":", 1)
+            context = a.keys.client_context("b")
+            _, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname="x")
+            for data in frames:
+                writer.write(data)
+            await b.until(lambda: b.endpoint.strangers.refused == 1 or b.closed == ["frame-malformed"])
+            assert not b.messages and not b.landings.claimed
+            writer.close()
+
+    run(work())
+
+
+def test_streams_announced_and_never_opened_do_not_add_up(run: Run, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with two_hosts(tmp_path, timing=BRISK) as (a, b, address):
+            host, port = address.rsplit(":", 1)
+            context = a.keys.client_context("b")
+            _, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname="x")
+            opened = [frame(INTERNAL, encode(OpenStream(os.urandom(16), bytes(32)))) for _ in range(500)]
+            writer.write(HELLO + b"".join(opened))
+            await b.until(lambda: len(b.endpoint.expected) == MAX_STREAMS)
+            writer.close()
+            await b.until(lambda: len(b.closed) == 1)
+            assert not b.endpoint.expected
 
     run(work())
 

@@ -6,12 +6,14 @@ started again gets the same memory. Owns the pools; what is lent must come back 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Literal
 
 from native.memory import NativeError
-from native.ring import Ring
+from native.ring import Ring, Side
 from native.slab import Slab
+from zerocopy.daemon.telemetry import log_event
 from zerocopy.handoff.components import StateSchema
 from zerocopy.worker import protocol as p
 
@@ -30,8 +32,12 @@ class Lease:
         self.slab: Final = None if slab is None else side.slabs[slab]
 
     def end(self) -> None:
-        """Wipe and give back. Neither the worker nor a link may use the memory any more."""
-        self._side.take_back(self)
+        """Wipe and give back. Neither the worker nor a link may use the memory any more: where one still does, the
+        memory stays lent and is never used again."""
+        try:
+            self._side.take_back(self)
+        except NativeError as error:
+            log_event("memory cannot be wiped, it is lent no more", level=logging.ERROR, detail=str(error))
 
     @property
     def nbytes(self) -> int:
@@ -39,14 +45,24 @@ class Lease:
 
 
 class _Side:
-    """The rings and slabs of one direction. `writer` is who claims records: the side that may leave them open."""
+    """The rings and slabs of one direction. `worker_is` says which side of the rings the worker is."""
 
-    def __init__(self, label: str, rings: int, ring_bytes: int, slab_bytes: int) -> None:
+    def __init__(self, label: str, worker_is: Side, rings: int, ring_bytes: int, slab_bytes: int) -> None:
+        self._worker_is: Final = worker_is
         self.rings = [Ring.create(ring_bytes, f"zc-{label}-ring") for _ in range(rings)]
-        self.slabs = [Slab.create(slab_bytes, f"zc-{label}-slab") for _ in range(SLABS if slab_bytes else 0)]
+        slabs = SLABS if rings and slab_bytes else 0
+        self.slabs = [Slab.create(slab_bytes, f"zc-{label}-slab") for _ in range(slabs)]
         self._free_rings = list(range(len(self.rings)))
         self._free_slabs = list(range(len(self.slabs)))
         self.lent: set[Lease] = set()
+        self.ring_specs: Final = tuple(p.RingSpec(ring.capacity) for ring in self.rings)
+        self.slab_specs: Final = tuple(p.SlabSpec(slab.capacity) for slab in self.slabs)
+
+    @property
+    def fds(self) -> list[int]:
+        """Every descriptor, in the order in which a worker takes them."""
+        of_rings = [fd for ring in self.rings for fd in ring.handle.fds]
+        return of_rings + [slab.handle.memory_fd for slab in self.slabs]
 
     def lend(self, epoch: int) -> Lease | None:
         if not self._free_rings or (self.slabs and not self._free_slabs):
@@ -59,59 +75,77 @@ class _Side:
         return lease
 
     def take_back(self, lease: Lease) -> None:
+        """Wipe first, so that nothing is free that could not be wiped."""
         if lease not in self.lent:
             return
-        self.lent.remove(lease)
-        lease.ring.recycle()
-        self._free_rings.append(lease.ring_index)
-        if lease.slab is not None and lease.slab_index is not None:
+        if lease.slab is not None:
             lease.slab.release()
+        lease.ring.recycle()
+        self.lent.remove(lease)
+        self._free_rings.append(lease.ring_index)
+        if lease.slab_index is not None:
             self._free_slabs.append(lease.slab_index)
+
+    def recover(self) -> None:
+        """The worker is dead: end what it left open in memory that is lent."""
+        for lease in self.lent:
+            lease.ring.recover(self._worker_is)
+
+    def close(self) -> None:
+        for ring in self.rings:
+            ring.close()
+        for slab in self.slabs:
+            slab.close()
 
 
 class SharedMemory:
-    """Both sides of one host, as far as its roles need them."""
+    """Both sides of one host; a side that its roles do not need has no memory."""
 
     def __init__(self, *, export: bool, landing: bool, rings: int, ring_bytes: int) -> None:
-        self._wanted = {"export": export, "landing": landing}
-        self._rings = rings
+        self._export_rings = rings if export else 0
+        self._landing_rings = rings if landing else 0
         self._ring_bytes = ring_bytes
         self._sides: dict[str, _Side] = {}
-        self._slab_bytes: int | None = None
+        self._slab_bytes = 0
 
     def attach(self, schema: StateSchema) -> tuple[p.Attach, Sequence[int]]:
-        """What a new worker is told, and the descriptors that go with it."""
-        if self._slab_bytes is None:
-            self._slab_bytes = schema.snapshot_bytes()
-            for name, wanted in self._wanted.items():
-                if wanted:
-                    self._sides[name] = _Side(name, self._rings, self._ring_bytes, self._slab_bytes)
-        fds: list[int] = []
-        specs: dict[str, tuple[p.RingSpec, ...] | tuple[p.SlabSpec, ...]] = {}
-        for name in self._wanted:
-            side = self._sides.get(name)
-            rings, slabs = (side.rings, side.slabs) if side else ([], [])
-            fds += [fd for ring in rings for fd in ring.handle.fds]
-            fds += [slab.handle.memory_fd for slab in slabs]
-            specs[f"{name}_rings"] = tuple(p.RingSpec(ring.capacity) for ring in rings)
-            specs[f"{name}_slabs"] = tuple(p.SlabSpec(slab.capacity) for slab in slabs)
-        return p.Attach(**specs), fds  # type: ignore[arg-type]
+        """What a new worker is told, and the descriptors that go with it. Raises NativeError where there is no memory
+        for this model."""
+        size = schema.snapshot_bytes()
+        if not self._sides:
+            self._create(size)
+        elif size != self._slab_bytes:
+            raise NativeError(
+                "model-changed",
+                f"the model's snapshot has {size} bytes, it had {self._slab_bytes} when this daemon started: the file "
+                "was replaced, restart the daemon",
+            )
+        export, landing = self._sides["export"], self._sides["landing"]
+        attach = p.Attach(export.ring_specs, export.slab_specs, landing.ring_specs, landing.slab_specs)
+        return attach, [*export.fds, *landing.fds]
 
-    def lend(self, name: str, epoch: int) -> Lease | None:
-        """Memory for one handoff ("export" or "landing"), or None while all of it is lent."""
+    def _create(self, slab_bytes: int) -> None:
+        try:
+            self._sides = {
+                "export": _Side("export", "producer", self._export_rings, self._ring_bytes, slab_bytes),
+                "landing": _Side("landing", "consumer", self._landing_rings, self._ring_bytes, slab_bytes),
+            }
+        except OSError as error:
+            wanted = f"{self._export_rings + self._landing_rings} rings of {self._ring_bytes} bytes"
+            raise NativeError(
+                "shared-memory", f"no shared memory for {wanted} ({error}): lower --rings or --ring-mib"
+            ) from None
+        self._slab_bytes = slab_bytes
+
+    def lend(self, name: Literal["export", "landing"], epoch: int) -> Lease | None:
+        """Memory for one handoff, or None while all of it is lent."""
         side = self._sides.get(name)
         return side.lend(epoch) if side else None
 
     def recover(self) -> None:
         """The worker died: end what it left open in memory that is still lent."""
-        for name, dead in (("export", "producer"), ("landing", "consumer")):
-            side = self._sides.get(name)
-            for lease in side.lent if side else ():
-                lease.ring.recover("producer" if dead == "producer" else "consumer")
-
-    def ring_capacity(self) -> int:
-        """Capacity of one ring; 0 before the engine is up."""
-        return next((side.rings[0].capacity for side in self._sides.values()), 0)
+        for side in self._sides.values():
+            side.recover()
 
     def reserved_bytes(self) -> int:
         """Lent now: zero when no handoff is running."""
@@ -119,8 +153,5 @@ class SharedMemory:
 
     def close(self) -> None:
         for side in self._sides.values():
-            for ring in side.rings:
-                ring.close()
-            for slab in side.slabs:
-                slab.close()
+            side.close()
         self._sides.clear()

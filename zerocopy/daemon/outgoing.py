@@ -185,6 +185,7 @@ class Outgoing:
     def _pump(self, lease: Lease) -> None:
         """Hand every page that is there, next in order and within credit, to the link; then the manifest."""
         while (page := self._next_page(lease)) is not None and self.machine.may_send(page.header):
+            self.machine.page_sent(page.header)  # or it raises, and the page is freed at the end
             if page is self._head:
                 self._head = None
             self._send(page)
@@ -197,8 +198,7 @@ class Outgoing:
     def _next_page(self, lease: Lease) -> _Page | None:
         """The page whose turn it is, from the ring or from the slab; None while it is not there."""
         if self._head is None and (record := lease.ring.read()) is not None:
-            packed = bytes(record.view[:HEADER_BYTES])
-            self._head = _Page(PageHeader.unpack(packed), packed, record.view[HEADER_BYTES:], record)
+            self._head = _page_of(record)
         turn = self.machine.next_sequence
         if self._head is not None and self._head.header.sequence == turn:
             return self._head
@@ -217,7 +217,6 @@ class Outgoing:
         return None
 
     def _send(self, page: _Page) -> None:
-        self.machine.page_sent(page.header)
         began = time.monotonic()
         try:
             future = self.link.send_page(page.packed, page.payload)
@@ -350,6 +349,16 @@ class OutgoingService:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _page_of(record: Record) -> _Page:
+    """Raises HandoffError for a record that is no page; it is released then."""
+    try:
+        packed = bytes(record.view[:HEADER_BYTES])
+        return _Page(PageHeader.unpack(packed), packed, record.view[HEADER_BYTES:], record)
+    except HandoffError:
+        record.release()
+        raise
 
 
 def _largest_page(spec: ComponentSpec, page_tokens: int, prompt_tokens: int) -> int:

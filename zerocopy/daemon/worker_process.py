@@ -19,6 +19,7 @@ from typing import Final
 
 import msgspec
 
+from native.memory import NativeError
 from zerocopy.daemon.telemetry import log_event
 from zerocopy.runtime.base import EngineFacts
 from zerocopy.worker import protocol as p
@@ -188,18 +189,8 @@ class WorkerProcess:
     # -- one process ---------------------------------------------------------------------------------------
 
     async def _one_life(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            options = msgspec.json.encode(self._options).decode()
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                str(theirs.fileno()),
-                options,
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                # Ctrl-C in a terminal reaches every process of the group: the daemon alone decides.
-                start_new_session=True,
-            )
+        ours, process = await self._spawn()
+        self._process = process
         with ours.dup() as side:
             reader, self._writer = await asyncio.open_connection(sock=ours)
             try:
@@ -213,32 +204,72 @@ class WorkerProcess:
             finally:
                 self._writer.close()
                 self._writer = None
-                await self._reap(self._process)
+                await self._reap(process)
+
+    async def _spawn(self) -> tuple[socket.socket, asyncio.subprocess.Process]:
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    str(theirs.fileno()),
+                    msgspec.json.encode(self._options).decode(),
+                    pass_fds=(theirs.fileno(),),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    # Ctrl-C in a terminal reaches every process of the group: the daemon alone decides.
+                    start_new_session=True,
+                )
+        except BaseException:
+            ours.close()
+            raise
+        return ours, process
 
     async def _reap(self, process: asyncio.subprocess.Process) -> None:
-        """Its socket has closed: it is ending or has ended. Never leave one behind."""
+        """Its socket has closed: it is ending or has ended. Returns when it has: until then it may still write to
+        shared memory."""
         try:
-            await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
-        finally:
-            if process.returncode is None:
-                self.kill("its socket closed but it still runs")
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            self.kill("its socket closed but it still runs")
+            await process.wait()
+        except asyncio.CancelledError:
+            self.kill("the daemon ends")
+            raise
         log_event("worker process ended", pid=process.pid, exit_code=process.returncode or 0)
 
     def _receive(self, message: p.ToDaemon, side: socket.socket) -> None:
         match message:
             case p.Ready():
-                attach, fds = self._attach(message.facts)
-                socket.send_fds(side, [p.encode(attach)], list(fds))
-                self.facts, self.reason = message.facts, ""
-                self._on_change()
+                self._ready(message, side)
             case p.StartFailed():
                 self.start_failed = message
             case _:
                 if job := self._jobs.get(message.job):
                     job.deliver(message)
 
+    def _ready(self, ready: p.Ready, side: socket.socket) -> None:
+        try:
+            attach, fds = self._attach(ready.facts)
+        except NativeError as error:
+            self.start_failed = p.StartFailed(error.reason, str(error))
+            self.kill(str(error))
+            return
+        _send_with(side, p.encode(attach), fds)
+        self.facts, self.reason = ready.facts, ""
+        self._on_change()
+
     def _lost(self) -> None:
         self.facts, self.reason = None, "the engine is restarting"
         for job in list(self._jobs.values()):
             job.end(lost=True)
         self._on_lost()
+
+
+def _send_with(side: socket.socket, frame: bytes, fds: Sequence[int]) -> None:
+    """Send `frame` and descriptors with it. The kernel takes only so many a call, and each call needs a byte."""
+    batches = [fds[at : at + p.MAX_FDS] for at in range(0, len(fds), p.MAX_FDS)] or [()]
+    for number, batch in enumerate(batches, 1):
+        rest = len(frame) if number == len(batches) else 1
+        socket.send_fds(side, [frame[:rest]], batch)
+        frame = frame[rest:]

@@ -1,0 +1,102 @@
+"""A test build of a host: `python -m tests.e2e.host PLAN [WORD...] daemon FLAG...`.
+
+The daemon is the real one with the real flags; its worker is `tests.e2e.planted_worker`, which reads the JSON file
+PLAN before every prompt. Words make the daemon's own end of a handoff worse:
+
+    credulous   it sends whatever the exporter gave it, and its manifest says so
+    odd         RESERVE carries another identity or schema than HELLO did, as PLAN says
+    unmatched   it does not compare identities before it offers
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import zerocopy.daemon.main as daemon
+import zerocopy.daemon.outgoing as outgoing
+import zerocopy.handoff.source as source
+from zerocopy.cli.main import run
+from zerocopy.handoff.components import Component, Identity, PageHeader, StateSchema
+from zerocopy.handoff.ledger import Ledger, _Tally
+from zerocopy.handoff.messages import Prefill
+from zerocopy.handoff.source import SourceHandoff
+
+
+class Credulous(Ledger):
+    """Counts what it is given, so that the manifest agrees with it, and objects to nothing."""
+
+    def claim(self, header: PageHeader) -> None:
+        self._parts[header.component].tallies.setdefault(header.source, _Tally())
+        self._next[header.source] += 1
+        self.pages += 1
+
+    def land(self, header: PageHeader) -> None:
+        part = self._parts[header.component]
+        part.landed = self._nowhere
+        super().land(header)
+
+    class _nowhere:
+        complete = True
+
+        @staticmethod
+        def add(layers: object, tokens: object) -> None:
+            pass
+
+    def check_complete(self) -> None:
+        pass
+
+
+class OddSource(SourceHandoff):
+    """Offers another identity or schema than the engine's, as the plan says."""
+
+    def __init__(self, plan: Path, prefill: Prefill, identity: Identity, schema: StateSchema, **more: Any) -> None:
+        wanted = json.loads(plan.read_text())
+        identity = msgspec.structs.replace(identity, **wanted.get("identity", {}))
+        super().__init__(prefill, identity, _odd(schema, wanted), **more)
+        if not wanted.get("announces_all", True):
+            self.required = self.required[1:]
+
+
+def _odd(schema: StateSchema, wanted: dict[str, Any]) -> StateSchema:
+    schema = msgspec.structs.replace(schema, **wanted.get("schema", {}))
+    if label := wanted.get("wider"):
+        components = tuple(
+            msgspec.structs.replace(spec, layer_bytes=tuple(2 * n for n in spec.layer_bytes))
+            if spec.component.label == label
+            else spec
+            for spec in schema.components
+        )
+        schema = msgspec.structs.replace(schema, components=components)
+    if label := wanted.get("without"):
+        components = tuple(spec for spec in schema.components if spec.component.label != label)
+        schema = msgspec.structs.replace(schema, components=components)
+    return schema
+
+
+def _no_mismatch(decoder: Identity, prefiller: Identity) -> None:
+    return None
+
+
+def main() -> int:
+    plan = Path(sys.argv[1])
+    at = sys.argv.index("daemon")
+    words, sys.argv[1:] = set(sys.argv[2:at]), sys.argv[at:]
+    if "credulous" in words:
+        source.Ledger = Credulous  # type: ignore[misc]
+    if "odd" in words:
+        outgoing.SourceHandoff = partial(OddSource, plan)  # type: ignore[misc, assignment]
+    if "unmatched" in words:
+        source.identity_mismatch = _no_mismatch
+    worker = (sys.executable, "-m", "tests.e2e.planted_worker", str(plan))
+    daemon.run = partial(daemon.run, worker_command=worker)
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
