@@ -114,12 +114,30 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         _setting(
             "Engine",
-            "Longest prompt plus answer, in tokens. Memory is reserved for it.",
+            "Longest prompt plus answer, in tokens.",
             metavar="N",
             ge=32,
             le=1 << 24,
         ),
     ] = 4096
+    sequences: Annotated[
+        int,
+        _setting(
+            "Engine", "Requests the engine works on at once, for each role of the host.", metavar="N", ge=1, le=253
+        ),
+    ] = 4
+    kv_tokens: Annotated[
+        int,
+        _setting(
+            "Engine",
+            "Tokens of context that all requests of a role at once may need; memory is reserved for them. At least "
+            "n_ctx; a request that does not fit now waits.",
+            metavar="N",
+            default="twice n_ctx",
+            ge=0,
+            le=1 << 24,
+        ),
+    ] = 0
     chunk_tokens: Annotated[
         int,
         _setting(
@@ -190,6 +208,13 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         _setting("Requests", "Answer x-zc-proof with keyed digests of state and logits. For tests: costs a re-export."),
     ] = False
+    queue: Annotated[
+        int, _setting("Requests", "Most requests that may wait for the engine.", metavar="N", ge=0, le=65536)
+    ] = 256
+    tenant_requests: Annotated[
+        int,
+        _setting("Requests", "Most requests, waiting and running, of one API key.", metavar="N", ge=1, le=65536),
+    ] = 64
     queue_s: Annotated[
         float, _setting("Requests", "Longest wait for the engine or a prefiller.", metavar="SECONDS", gt=0, le=86400)
     ] = 30.0
@@ -386,6 +411,10 @@ def _complete(config: DaemonConfig) -> DaemonConfig:
         raise ConfigError(
             f"page_tokens {config.page_tokens} does not divide chunk_tokens {config.chunk_tokens}: "
             f"set --page-tokens to {config.chunk_tokens} or a divisor of it"
+        )
+    if config.kv_tokens and config.kv_tokens < config.n_ctx:
+        raise ConfigError(
+            f"kv_tokens {config.kv_tokens} is less than n_ctx {config.n_ctx}: one request could need it all"
         )
     if config.api_key_file is not None:
         if config.api_key is not None:

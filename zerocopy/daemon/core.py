@@ -16,6 +16,7 @@ import msgspec
 
 from transport.link import Landing, Link, PageSink
 from zerocopy.config import DaemonConfig
+from zerocopy.daemon.admission import Admission
 from zerocopy.daemon.forward import Forwarding
 from zerocopy.daemon.generation import Generation
 from zerocopy.daemon.memory import SharedMemory
@@ -64,7 +65,7 @@ class Core:
             worker_options(config), self._attach, self._engine_changed, self.memory.recover, worker_command
         )
         self.peers = Peers(config.peers, self._hello, self)
-        self.outgoing = OutgoingService(self.worker, self.memory, self._keep)
+        self.outgoing = OutgoingService(self.worker, self.memory, self.peers, self._keep)
         self.generation = Generation(config, telemetry, self.worker, self.memory, self.peers, self._keep)
         self.forwarding = Forwarding(self.generate)
 
@@ -143,6 +144,7 @@ class Core:
                 "state": self.worker.reason or "ready",
             },
             "reserved_bytes": self.memory.reserved_bytes(),
+            "slots": {role: msgspec.to_builtins(line.use()) for role, line in self._lines().items()},
             "handoffs_out": self.outgoing.running,
             "handoffs_in": len(self.generation.incoming),
             "peers": [
@@ -158,6 +160,10 @@ class Core:
             ],
             "recent_handoffs": [msgspec.to_builtins(trace) for trace in self._traces],
         }
+
+    def _lines(self) -> dict[str, Admission]:
+        lines = {"decode": self.generation.lanes, "prefill": self.outgoing.lanes}
+        return {role: line for role, line in lines.items() if role in self.roles}
 
     # -- LinkListener --------------------------------------------------------------------------------------
 
@@ -196,7 +202,10 @@ class Core:
 
     def _attach(self, facts: EngineFacts) -> tuple[p.Attach, Sequence[int]]:
         log_event("engine ready", model=facts.model_name, detail=f"{facts.schema.family}, MTP {facts.mtp}")
-        return self.memory.attach(facts.schema)
+        attached = self.memory.attach(facts.schema)
+        self.generation.engine_up(facts)
+        self.outgoing.engine_up(facts)
+        return attached
 
     def _engine_changed(self) -> None:
         self.telemetry.serving(self.worker.facts is not None)
@@ -255,6 +264,8 @@ def worker_options(config: DaemonConfig) -> WorkerOptions:
         roles=tuple(config.role.split("+")),
         llama=LlamaOptions(
             n_ctx=config.n_ctx,
+            sequences=config.sequences,
+            kv_tokens=config.kv_tokens,
             chunk_tokens=config.chunk_tokens,
             page_tokens=config.page_tokens,
             kv_type_k=config.kv_type,

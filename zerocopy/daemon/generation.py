@@ -1,8 +1,8 @@
 """One request from prompt to last token on a host that decodes: tokenize, place, hand off or prefill here, generate.
 
-Requests take turns on the decode lane; waiting for the turn is queueing and bounded by `queue_s`. A handoff that fails
-falls back to local prefill where that is allowed, and the response says so; nothing is generated from a state that was
-not committed (H3). Owns the turn and the table of incoming handoffs.
+A request waits for a lane of the decode pool and for all the cells it can need; that is queueing, bounded by count and
+by `queue_s`. A handoff that fails falls back to local prefill where that is allowed, and the response says so; nothing
+is generated from a state that was not committed (H3). Owns both waiting lines and the table of incoming handoffs.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
 
 from planner.placement import Decision, choose
 from transport.link import Link
 from zerocopy.config import DaemonConfig
+from zerocopy.daemon.admission import Admission, Refused, Ticket
+from zerocopy.daemon.ending import to_the_end
 from zerocopy.daemon.incoming import HandoffFailed, Incoming
 from zerocopy.daemon.memory import SharedMemory
 from zerocopy.daemon.peers import Peers
@@ -60,7 +61,14 @@ class Generation:
         self.peers = peers
         self.on_trace = on_trace
         self.incoming: dict[bytes, Incoming] = {}
-        self._turn = asyncio.Lock()
+        self.lanes = Admission(
+            waiting=config.queue,
+            wait_s=config.queue_s,
+            tenant_requests=config.tenant_requests,
+            # A prefiller that stands still leaves one lane for requests that do not need it.
+            share=lambda sequences: sequences - 1,
+        )
+        self.landing = Admission(waiting=config.queue, wait_s=config.queue_s, share=peers.share)
         self._epochs = itertools.count(1)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
@@ -71,18 +79,22 @@ class Generation:
             facts = self._facts()
             _check_size(request, tokens, facts)
             decision = self._decide(request, tokens, facts)
-            session = _Session(self, request, tokens, decision, arrived)
-            async with self._lane_turn():
+            async with self._lane(request, tokens, decision) as ticket:
+                session = _Session(self, request, tokens, decision, arrived, ticket)
                 try:
                     async with contextlib.aclosing(session.run()) as events:
                         async for event in events:
                             yield event
                 finally:
-                    await _finish(session.close())
+                    await to_the_end(session.close())
         except WorkerLost as error:
             raise RequestError("worker-lost", str(error), 503, WORKER_RETRY_S) from None
         except JobFailed as error:
             raise RequestError(error.reason, str(error), 500) from None
+
+    def engine_up(self, facts: EngineFacts) -> None:
+        self.lanes.open(facts.sequences, facts.kv_tokens)
+        self.landing.open(self.memory.leases("landing"), 0)
 
     def next_epoch(self) -> int:
         return next(self._epochs)
@@ -122,28 +134,45 @@ class Generation:
         return self.config.allow_fallback if request.allow_fallback is None else request.allow_fallback
 
     @contextlib.asynccontextmanager
-    async def _lane_turn(self) -> AsyncIterator[None]:
+    async def _lane(
+        self, request: GenerationRequest, tokens: list[int], decision: Decision
+    ) -> AsyncGenerator[Ticket, None]:
+        """A lane and all the cells the request can need, for as long as the block runs."""
+        group = decision.prefiller if decision.placement == "disaggregated" else None
         try:
-            await asyncio.wait_for(self._turn.acquire(), self.config.queue_s)
-        except TimeoutError:
-            raise RequestError("queue-deadline", f"no turn within {self.config.queue_s:g} s", 503, 1.0) from None
+            ticket = self.lanes.ask(request.tenant, len(tokens) + request.max_tokens, group)
+        except Refused as error:
+            status = 429 if error.reason == "tenant-limit" else 503
+            raise RequestError(error.reason, str(error), status, error.retry_after_s) from None
         try:
-            yield
+            try:
+                async with asyncio.timeout(self.config.queue_s):
+                    await ticket.granted
+            except TimeoutError:
+                raise RequestError("queue-deadline", f"no turn within {self.config.queue_s:g} s", 503, 1.0) from None
+            yield ticket
         finally:
-            self._turn.release()
+            self.lanes.give_back(ticket)
 
 
 class _Session:
-    """One request while it has the decode lane."""
+    """One request while it has a lane of the decode pool."""
 
     def __init__(
-        self, service: Generation, request: GenerationRequest, tokens: list[int], decision: Decision, arrived: float
+        self,
+        service: Generation,
+        request: GenerationRequest,
+        tokens: list[int],
+        decision: Decision,
+        arrived: float,
+        ticket: Ticket,
     ) -> None:
         self._service = service
         self._request = request
         self._tokens = tokens
         self._decision = decision
         self._arrived = arrived
+        self._ticket = ticket
         self._placement: PlacementMode = decision.placement
         self._prefiller: str | None = None
         self._fallback = decision.fallback_reason
@@ -155,11 +184,13 @@ class _Session:
     async def run(self) -> AsyncGenerator[Event, None]:
         if self._placement == "disaggregated" and self._decision.prefiller is not None:
             await self._hand_off(self._decision.prefiller)
+            self._service.lanes.leave_group(self._ticket)
         if self._placement == "local":
             self._job = self._service.worker.open_job()
             self._service.worker.send(self._worker_request(self._job))
-        async for event in self._events():
-            yield event
+        async with contextlib.aclosing(self._events()) as events:
+            async for event in events:
+                yield event
 
     async def close(self) -> None:
         """Free whatever is held, at any stage."""
@@ -187,20 +218,14 @@ class _Session:
         handoff_id = secrets.token_bytes(16)
         machine = SinkHandoff(
             handoff_id, facts.identity, facts.schema, self._tokens,
-            tenant="", probe=config.probe, queue_deadline_s=config.queue_s, now=time.monotonic(),
+            tenant=self._request.tenant, probe=config.probe, queue_deadline_s=config.queue_s, now=time.monotonic(),
         )  # fmt: skip
-        handoff = Incoming(link, machine, service.worker, service.memory, self._tokens)
+        handoff = Incoming(link, machine, service.worker, service.memory, service.landing, self._tokens)
         self._job, self._trace = service.worker.open_job(), handoff.trace
         service.incoming[handoff_id] = handoff
         request, epoch = self._worker_request(self._job, probe=config.probe), service.next_epoch()
-        receiving = asyncio.create_task(handoff.receive(self._job, request, epoch=epoch, transfer_s=config.transfer_s))
         try:
-            await asyncio.shield(receiving)
-        except asyncio.CancelledError:
-            handoff.fail("cancelled", "the client is gone")
-            with contextlib.suppress(HandoffFailed):
-                await receiving
-            raise
+            await handoff.receive(self._job, request, epoch=epoch, transfer_s=config.transfer_s)
         finally:
             service.incoming.pop(handoff_id, None)
             service.on_trace(handoff.trace)
@@ -215,6 +240,7 @@ class _Session:
             stop=request.stop,
             proof_key=bytes.fromhex(request.proof_key) if request.proof_key else None,
             probe=probe,
+            lane=self._ticket.lane,
         )
 
     # -- the tokens ----------------------------------------------------------------------------------------
@@ -236,7 +262,8 @@ class _Session:
         assert self._job is not None
         while True:
             try:
-                message = await asyncio.wait_for(self._job.next(), max(0.0, self._deadline - time.monotonic()))
+                async with asyncio.timeout(self._deadline - time.monotonic()):
+                    message = await self._job.next()
             except TimeoutError:
                 raise RequestError("request-deadline", "the request ran out of time", 504) from None
             if isinstance(message, p.TextDelta | p.Generated):
@@ -320,13 +347,3 @@ def _check_size(request: GenerationRequest, tokens: list[int], facts: EngineFact
             f"this host has {facts.n_ctx}: shorten the prompt, lower max_tokens or start with a larger --n-ctx",
             400,
         )
-
-
-async def _finish(ending: Coroutine[Any, Any, None]) -> None:
-    """Run an ending to its end even while the caller is being cancelled."""
-    task = asyncio.ensure_future(ending)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await task
-        raise

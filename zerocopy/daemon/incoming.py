@@ -22,6 +22,8 @@ import msgspec
 from native.memory import NativeError
 from native.ring import Slot
 from transport.link import Landing, Link, LinkError
+from zerocopy.daemon.admission import Admission, Refused, Ticket
+from zerocopy.daemon.ending import to_the_end
 from zerocopy.daemon.memory import Lease, SharedMemory
 from zerocopy.daemon.trace import Trace
 from zerocopy.daemon.worker_process import Job, JobFailed, WorkerLost, WorkerProcess
@@ -72,10 +74,17 @@ class _Room:
 
 
 class Incoming:
-    """One handoff arriving at this host. `receive` runs it; the other methods are called while it runs."""
+    """One handoff arriving at this host. `receive` runs it, and cancelling that cancels the handoff; the other methods
+    are called while it runs."""
 
     def __init__(
-        self, link: Link, machine: SinkHandoff, worker: WorkerProcess, memory: SharedMemory, tokens: Sequence[int]
+        self,
+        link: Link,
+        machine: SinkHandoff,
+        worker: WorkerProcess,
+        memory: SharedMemory,
+        line: Admission,
+        tokens: Sequence[int],
     ) -> None:
         facts = worker.facts
         assert facts is not None
@@ -83,12 +92,14 @@ class Incoming:
         self.machine = machine
         self._worker = worker
         self._memory = memory
+        self._line = line
         self.trace = Trace(machine.handoff_id.hex(), "decoder", link.peer, link.transport, len(tokens))
         self._schema = facts.schema
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
+        self._ticket: Ticket | None = None
         self._lease: Lease | None = None
         self._in_ring: deque[tuple[PageHeader, int]] = deque()  # claimed records and where each ends in freed bytes
         self._claimed = 0
@@ -102,12 +113,10 @@ class Incoming:
         job is released; on return the job generates."""
         self._job = job
         try:
-            with contextlib.suppress(WorkerLost):
-                await self._negotiate(job, request, epoch, transfer_s)
+            await self._negotiate(job, request, epoch, transfer_s)
         finally:
-            if not self.machine.over:
-                self.fail("cancelled", "the request ended before its state had come")
-            await self._end(job)
+            self.fail("cancelled", "the request ended before its state had come")  # nothing, once it is over
+            await to_the_end(self._end(job))
         outcome = self.machine.outcome
         if outcome is None or not outcome.committed:
             raise HandoffFailed(outcome.reason if outcome else "unknown", outcome.message if outcome else "")
@@ -120,7 +129,21 @@ class Incoming:
         while self.machine.state is State.QUEUED:
             await self._sleep()
         if self.machine.state is State.RESERVED:
+            await self._landing_turn()
+        if self.machine.state is State.RESERVED:
             await self._transfer(job, request, epoch, transfer_s)
+
+    async def _landing_turn(self) -> None:
+        """Wait for landing memory: still queueing, so the transfer's clock has not begun."""
+        try:
+            ticket = self._ticket = self._line.ask("", 0, self.link.peer)
+        except Refused as error:
+            sentence = str(error)
+            self._do(self._locked(lambda: self.machine.reject("no-memory", sentence)))
+            return
+        ticket.granted.add_done_callback(lambda _: self._wake.set())
+        while not (ticket.granted.done() or self.machine.over):
+            await self._sleep()
 
     async def _transfer(self, job: Job, request: p.Generate, epoch: int, transfer_s: float) -> None:
         lease = self._lease = self._memory.lend("landing", epoch)
@@ -164,6 +187,8 @@ class Incoming:
             await job.release()
         if self._lease is not None:
             self._lease.end()
+        if self._ticket is not None:
+            self._line.give_back(self._ticket)
 
     # -- event loop ----------------------------------------------------------------------------------------
 
@@ -241,8 +266,7 @@ class Incoming:
         for action in actions:
             match action:
                 case Send(message):
-                    with contextlib.suppress(LinkError):  # a lost link ends the handoff through link_lost
-                        self.link.send(encode(message))
+                    self._say(message)
                 case Ended(outcome):
                     self.trace.outcome = "committed" if outcome.committed else "aborted"
                     self.trace.reason = outcome.reason
@@ -251,6 +275,15 @@ class Incoming:
                     self._drained.set()
         self._wake.set()
 
+    def _say(self, message: HandoffMessage) -> None:
+        """What cannot be said ends the handoff, unless it is over."""
+        try:
+            self.link.send(encode(message))
+        except LinkError as error:
+            self.fail("link-lost", str(error))
+        except HandoffError as error:
+            self.fail(error.reason, str(error))
+
     def _locked(self, work: Callable[[], T]) -> T:
         with self._lock:
             return work()
@@ -258,7 +291,8 @@ class Incoming:
     async def _sleep(self) -> None:
         """Until something happened or the machine's deadline."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), max(0.0, self.machine.deadline - time.monotonic()))
+            async with asyncio.timeout(self.machine.deadline - time.monotonic()):
+                await self._wake.wait()
         self._wake.clear()
         if expired := self._locked(lambda: self.machine.tick(time.monotonic())):
             self._do(expired)  # only then: `_do` wakes this very loop

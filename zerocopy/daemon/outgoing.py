@@ -1,4 +1,4 @@
-"""The prefiller's side: serves PREFILLs of peers, one after another on the worker's prefill lane.
+"""The prefiller's side: serves PREFILLs of peers on the lanes of the worker's prefill pool, in order of arrival.
 
 Owns each handoff's queueing, its lease of export memory, the pump from ring and slab to the link, and its ending: the
 worker lets go first, then the memory is wiped and lent again. All on the event loop's thread; a page costs a few
@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Final
 
+from native.memory import NativeError
 from native.ring import Record
 from transport.link import Link, LinkError
+from zerocopy.daemon.admission import Admission, Refused, Ticket
+from zerocopy.daemon.ending import to_the_end
 from zerocopy.daemon.memory import Lease, SharedMemory
+from zerocopy.daemon.peers import Peers
 from zerocopy.daemon.trace import Trace, busy
 from zerocopy.daemon.worker_process import Job, JobFailed, WorkerLost, WorkerProcess
 from zerocopy.handoff.components import HEADER_BYTES, SNAPSHOT, Component, ComponentSpec, PageHeader
@@ -25,10 +30,13 @@ from zerocopy.handoff.machine import Action, Ended, Release, Send
 from zerocopy.handoff.messages import Abort, HandoffMessage, Prefill, encode, unpack_tokens
 from zerocopy.handoff.seen import SeenIds
 from zerocopy.handoff.source import SourceHandoff
+from zerocopy.runtime.base import EngineFacts
 from zerocopy.worker import protocol as p
 
 # A peer may queue this many prompts here before it is refused: the queue deadline bounds time, this bounds memory.
 MAX_QUEUED: Final = 256
+# Pages given to the link and not yet with the peer: more would only lengthen the link's queue, which has a bound.
+MAX_SENDING: Final = 1024
 
 
 class _Page:
@@ -64,6 +72,7 @@ class Outgoing:
         self.trace.marks["asked"] = now
         self._wake = asyncio.Event()
         self._lease: Lease | None = None
+        self._ticket: Ticket | None = None
         self._job: Job | None = None
         self._head: _Page | None = None  # read from the ring, waiting for credit or its turn
         self._parts: deque[p.SlabPart] = deque()
@@ -71,15 +80,14 @@ class Outgoing:
         self._prefilled: p.Prefilled | None = None
         self._drained = asyncio.Event()
 
-    async def run(self, turn: asyncio.Lock) -> None:
+    async def run(self, ticket: Ticket) -> None:
         """From the queue to the end; never raises for what can go wrong with a handoff."""
         try:
-            if await self._lane(turn):
-                try:
+            async with self._lane(ticket):
+                if not self.machine.over:
                     await self._serve()
-                finally:
-                    turn.release()
         finally:
+            self._shut_down()  # cancelled while it waited for the lane
             self._service.ended(self)
 
     def message(self, message: HandoffMessage) -> None:
@@ -98,22 +106,23 @@ class Outgoing:
             if not self.machine.over:
                 self.trace.marks["granted"] = time.monotonic()
                 await self._transfer()
-        except HandoffError as error:
-            self._do(self.machine.fail_with(error))
+        except (HandoffError, NativeError) as error:
+            self.fail(error.reason, str(error))
         except WorkerLost as error:
             self.fail("worker-lost", str(error))
         finally:
-            if not self.machine.over:  # cancelled: the daemon is stopping
-                self.fail("shutdown", "the prefiller is shutting down")
-            await self._end()
+            self._shut_down()
+            await to_the_end(self._end())
+
+    def _shut_down(self) -> None:
+        """Whatever is not over here was cancelled, and only a daemon that stops does that."""
+        self.fail("shutdown", "the prefiller is shutting down")
 
     async def _transfer(self) -> None:
         grant = self.machine.grant
-        assert grant is not None
+        assert grant is not None and self._ticket is not None
         lease = self._lease = self._service.memory.lend("export", grant.epoch)
-        if lease is None:
-            self.fail("no-memory", "the prefiller has no free export ring: raise --rings")
-            return
+        assert lease is not None  # there are no more lanes than leases
         if HEADER_BYTES + self._largest_page > lease.ring.max_record:
             size, most = self._largest_page, lease.ring.max_record - HEADER_BYTES
             fix = "raise its --ring-mib or lower its --page-tokens"
@@ -134,6 +143,7 @@ class Outgoing:
                     ring=lease.ring_index,
                     slab=lease.slab_index,
                     probe=self.machine.probe,
+                    lane=self._ticket.lane,
                 )
             )
             while not self.machine.over:
@@ -184,7 +194,11 @@ class Outgoing:
 
     def _pump(self, lease: Lease) -> None:
         """Hand every page that is there, next in order and within credit, to the link; then the manifest."""
-        while (page := self._next_page(lease)) is not None and self.machine.may_send(page.header):
+        while (
+            len(self._sending) < MAX_SENDING
+            and (page := self._next_page(lease)) is not None
+            and self.machine.may_send(page.header)
+        ):
             self.machine.page_sent(page.header)  # or it raises, and the page is freed at the end
             if page is self._head:
                 self._head = None
@@ -208,12 +222,9 @@ class Outgoing:
             if header.sequence == turn:
                 self._parts.popleft()
                 return _Page(header, part.header, lease.slab.view(part.offset, part.nbytes), None)
-        if self._head is not None and self._prefilled is not None and not self._parts:
+        if self._prefilled is not None and turn < self._prefilled.pages and not self._parts:
             # Everything is exported and still the page whose turn it is does not exist: an exporter left one out.
-            raise HandoffError(
-                "page-missing", f"the exporter skipped page {turn}; {self._head.header.address} is number "
-                f"{self._head.header.sequence}"
-            )  # fmt: skip
+            raise HandoffError("page-missing", f"the exporter left out page {turn} of {self._prefilled.pages}")
         return None
 
     def _send(self, page: _Page) -> None:
@@ -222,8 +233,8 @@ class Outgoing:
             future = self.link.send_page(page.packed, page.payload)
         except LinkError as error:
             page.free()
+            self.fail("link-lost", str(error))
             self._do(self.machine.page_done())
-            self.fail(error.reason, str(error))
             return
         self._sending.add(future)
         future.add_done_callback(lambda done: self._sent(done, page, began))
@@ -233,8 +244,7 @@ class Outgoing:
         last = self.trace.wire[-1][1] if self.trace.wire else began
         page.free()
         if not future.cancelled() and (error := future.exception()) is not None:
-            reason = error.reason if isinstance(error, LinkError) else "link-lost"
-            self.fail(reason, str(error))
+            self.fail("link-lost", str(error))
         elif not future.cancelled():
             span = (max(began, last), time.monotonic(), page.header.payload_bytes)
             self.trace.page(page.header.component, span)
@@ -258,8 +268,7 @@ class Outgoing:
         for action in actions:
             match action:
                 case Send(message):
-                    with contextlib.suppress(LinkError):  # a lost link ends the handoff through link_lost
-                        self.link.send(encode(message))
+                    self._say(message)
                 case Ended(outcome):
                     self.trace.outcome = "committed" if outcome.committed else "aborted"
                     self.trace.reason = outcome.reason
@@ -268,36 +277,48 @@ class Outgoing:
                     self._drained.set()
         self._wake.set()
 
+    def _say(self, message: HandoffMessage) -> None:
+        """What cannot be said ends the handoff, unless it is over."""
+        try:
+            self.link.send(encode(message))
+        except LinkError as error:
+            self.fail("link-lost", str(error))
+        except HandoffError as error:
+            self.fail(error.reason, str(error))
+
     async def _sleep(self) -> None:
         """Until something happened or the machine's deadline."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), max(0.0, self.machine.deadline - time.monotonic()))
+            async with asyncio.timeout(self.machine.deadline - time.monotonic()):
+                await self._wake.wait()
         self._wake.clear()
         if expired := self.machine.tick(time.monotonic()):
             self._do(expired)  # only then: `_do` wakes this very loop
 
-    async def _lane(self, turn: asyncio.Lock) -> bool:
-        """Wait for the prefill lane; False when the handoff ended first (cancel, deadline)."""
-        waiting = asyncio.ensure_future(turn.acquire())
-        while not waiting.done() and not self.machine.over:
-            sleeper = asyncio.ensure_future(self._sleep())
-            await asyncio.wait({waiting, sleeper}, return_when=asyncio.FIRST_COMPLETED)
-            sleeper.cancel()
-        if not self.machine.over:
-            return True
-        if not waiting.cancel():
-            turn.release()  # it had just been ours
-        return False
+    @contextlib.asynccontextmanager
+    async def _lane(self, ticket: Ticket) -> AsyncIterator[None]:
+        """A lane of the prefill pool, once it is this handoff's turn; without it if the handoff ended first."""
+        self._ticket = ticket
+        ticket.granted.add_done_callback(lambda _: self._wake.set())
+        try:
+            while not (ticket.granted.done() or self.machine.over):
+                await self._sleep()
+            yield
+        finally:
+            self._service.lanes.give_back(ticket)
 
 
 class OutgoingService:
     """All handoffs leaving this host, in arrival order."""
 
-    def __init__(self, worker: WorkerProcess, memory: SharedMemory, on_end: Callable[[Trace], None]) -> None:
+    def __init__(
+        self, worker: WorkerProcess, memory: SharedMemory, peers: Peers, on_end: Callable[[Trace], None]
+    ) -> None:
         self.worker = worker
         self.memory = memory
+        # The time a prompt may wait is its decoder's to say, in PREFILL.
+        self.lanes = Admission(waiting=MAX_QUEUED, wait_s=math.inf, share=peers.share)
         self._on_end = on_end
-        self._turn = asyncio.Lock()
         self._handoffs: dict[bytes, Outgoing] = {}
         self._seen = SeenIds()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -312,16 +333,25 @@ class OutgoingService:
         self._seen.use(prefill.handoff_id)
         if self.worker.facts is None:
             self.refuse(link, prefill, "engine-down", f"the prefiller cannot serve now: {self.worker.reason}")
-        elif len(self._handoffs) >= MAX_QUEUED:
-            self.refuse(link, prefill, "queue-full", f"the prefiller has {MAX_QUEUED} prompts queued")
         elif prefill.tokens > self.worker.facts.n_ctx:
             have, want = self.worker.facts.n_ctx, prefill.tokens
             self.refuse(link, prefill, "context-length", f"the prefiller holds {have} tokens, the prompt has {want}")
         else:
-            handoff = self._handoffs[prefill.handoff_id] = Outgoing(self, link, prefill)
-            task = asyncio.create_task(handoff.run(self._turn))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._queue(link, prefill)
+
+    def _queue(self, link: Link, prefill: Prefill) -> None:
+        try:
+            ticket = self.lanes.ask(prefill.tenant, prefill.tokens, group=link.peer)
+        except Refused as error:
+            self.refuse(link, prefill, error.reason, str(error))
+            return
+        handoff = self._handoffs[prefill.handoff_id] = Outgoing(self, link, prefill)
+        task = asyncio.create_task(handoff.run(ticket))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def engine_up(self, facts: EngineFacts) -> None:
+        self.lanes.open(min(facts.sequences, self.memory.leases("export")), facts.kv_tokens)
 
     def refuse(self, link: Link, prefill: Prefill, reason: str, message: str) -> None:
         """Answer a PREFILL that will not be queued."""

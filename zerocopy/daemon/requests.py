@@ -38,6 +38,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     allow_fallback: bool | None = None  # None: the daemon's default
     proof_key: str | None = None  # hex, 16 to 32 bytes; only where the daemon was started with --allow-proofs
     deadline_s: float | None = None
+    tenant: str = ""  # from the API key; what one tenant may use is bounded, and its state moves for nobody else
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):

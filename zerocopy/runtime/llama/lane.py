@@ -189,8 +189,8 @@ class LlamaLane:
 
     def clear(self) -> None:
         self._mtp_logits = None
-        self._valid = dict.fromkeys(self._valid, 0)
         self.pool.dropped(self)
+        self._valid = dict.fromkeys(self._valid, 0)
 
     def close(self) -> None:
         """End the whole pool: for one that `open_lane` gave."""

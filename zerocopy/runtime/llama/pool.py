@@ -65,11 +65,11 @@ class LlamaPool:
         return outputs
 
     def dropped(self, lane: LlamaLane) -> None:
-        """A lane's sequence is over."""
+        """This lane's sequence is over."""
         self.target.drop(lane.sequence)
         if self.mtp:
             self.mtp.drop(lane.sequence)
-        if not any(other.used for other in self._lanes):
+        if not any(other.used for other in self._lanes if other is not lane):
             self.target.clear()
             if self.mtp:
                 self.mtp.clear()
