@@ -28,9 +28,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def model_file(tmp_path_factory: pytest.TempPathFactory) -> ModelFile:
     folder = tmp_path_factory.mktemp("models")
 
-    def find(family: str, seed: int = 0) -> Path:
-        path = folder / f"{family}-{seed}.gguf"
-        return path if path.exists() else models.make(family, path, seed=seed)
+    def find(family: str, *, seed: int = 0, scale: int = 1) -> Path:
+        path = folder / f"{family}-{seed}-{scale}.gguf"
+        return path if path.exists() else models.make(family, path, seed=seed, scale=scale)
 
     return find
 

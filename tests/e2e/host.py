@@ -22,7 +22,7 @@ import zerocopy.daemon.main as daemon
 import zerocopy.daemon.outgoing as outgoing
 import zerocopy.handoff.source as source
 from zerocopy.cli.main import run
-from zerocopy.handoff.components import Component, Identity, PageHeader, StateSchema
+from zerocopy.handoff.components import Identity, PageHeader, StateSchema
 from zerocopy.handoff.ledger import Ledger, _Tally
 from zerocopy.handoff.messages import Prefill
 from zerocopy.handoff.source import SourceHandoff

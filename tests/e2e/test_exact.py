@@ -21,8 +21,8 @@ from tests.e2e.pair import (
     assert_nothing_held,
     headers,
     new_key,
-    proof_of,
     prompt_of,
+    proof_of,
     text_of,
 )
 from zerocopy.cli.hosts import Host, smollm2
@@ -54,9 +54,7 @@ def family_pair(request: pytest.FixtureRequest, start_pair: StartPair) -> Iterat
 def test_a_disaggregated_run_equals_a_local_one_bit_for_bit(family_pair: tuple[str, Pair], length: int) -> None:
     family, pair = family_pair
     key, prompt = new_key(), prompt_of(length)
-    local, control, moved = (
-        ask(pair.decoder, prompt, mode, key=key) for mode in ("local", "local", "disaggregated")
-    )
+    local, control, moved = (ask(pair.decoder, prompt, mode, key=key) for mode in ("local", "local", "disaggregated"))
     assert proof_of(local) == proof_of(control), "control: the same host twice"
     assert proof_of(local) == proof_of(moved)
     assert text_of(local) == text_of(moved)
@@ -128,9 +126,7 @@ def test_a_stream_carries_the_same_text(pair: Pair) -> None:
 
 def test_sampling_with_a_seed_is_the_same_on_both_placements(pair: Pair) -> None:
     how = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "seed": 7}
-    local, moved = (
-        ask(pair.decoder, prompt_of(80), mode, tokens=24, **how) for mode in ("local", "disaggregated")
-    )
+    local, moved = (ask(pair.decoder, prompt_of(80), mode, tokens=24, **how) for mode in ("local", "disaggregated"))
     greedy = ask(pair.decoder, prompt_of(80), "local", tokens=24)
     assert text_of(local) == text_of(moved) != text_of(greedy)
 

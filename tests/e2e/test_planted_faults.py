@@ -22,8 +22,8 @@ from tests.e2e.pair import (
     error_of,
     metric,
     new_key,
-    proof_of,
     prompt_of,
+    proof_of,
     text_of,
 )
 

@@ -14,7 +14,7 @@ import typer
 
 from transport.link import LinkError
 from zerocopy import __version__
-from zerocopy.cli import daemon, demo, doctor, keys, model, status
+from zerocopy.cli import bench, daemon, demo, doctor, keys, model, status
 from zerocopy.cli.screen import CliError, ExitCode, show_error
 from zerocopy.config import ConfigError
 from zerocopy.handoff.errors import HandoffError
@@ -56,6 +56,7 @@ app.command("demo")(demo.demo)
 app.command("status")(status.status)
 app.add_typer(keys.app)
 app.add_typer(model.app)
+app.add_typer(bench.app)
 app.command("doctor")(doctor.doctor)
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
 from transport.link import Link, LinkError
 from zerocopy.daemon.requests import Event, GenerationRequest, RequestError
-from zerocopy.handoff.errors import RemoteProtocolError
-from zerocopy.handoff.messages import CancelGenerate, Generate, GenerateEnd, GenerateEvent, encode
+from zerocopy.handoff.errors import LocalProtocolError, RemoteProtocolError
+from zerocopy.handoff.messages import MAX_PAYLOAD, CancelGenerate, Generate, GenerateEnd, GenerateEvent, encode
 
 MAX_FORWARDED: Final = 256
 
@@ -28,8 +30,8 @@ _events: Final = msgspec.msgpack.Decoder(Event)
 class _Failure(msgspec.Struct, frozen=True):
     """Payload of an unsuccessful GENERATE-END: what the other front door would have answered."""
 
-    status: int
-    retry_after_s: float | None
+    status: Annotated[int, Meta(ge=400, le=599)]
+    retry_after_s: Annotated[float, Meta(ge=0, le=86400)] | None
 
 
 class Forwarding:
@@ -47,7 +49,7 @@ class Forwarding:
         self._asked[request_id] = (link, inbox)
         ended = False
         try:
-            link.send(encode(Generate(request_id=request_id, payload=msgspec.msgpack.encode(request))))
+            link.send(_ask(request_id, request))
             while not ended:
                 message = await inbox.get()
                 ended = isinstance(message, GenerateEnd)
@@ -100,22 +102,36 @@ class Forwarding:
         task.add_done_callback(lambda _: self._serving.pop(key, None))
 
     async def _run(self, link: Link, message: Generate) -> None:
+        """Whatever happens, the peer hears of the end: nothing else would end its wait."""
         try:
-            request = _requests.decode(message.payload)
-        except msgspec.DecodeError:
-            error = RequestError("message", "the decode host cannot read the request: install the same version on both")
-            _send(link, _failed(message.request_id, error))
-            return
-        try:
-            async with contextlib.aclosing(self._generate(request)) as events:
-                async for event in events:
-                    payload = msgspec.msgpack.encode(event)
-                    link.send(encode(GenerateEvent(request_id=message.request_id, payload=payload)))
-            link.send(encode(GenerateEnd(request_id=message.request_id)))
+            await self._relay(link, message)
         except RequestError as error:
             _send(link, _failed(message.request_id, error))
         except LinkError:
             pass  # nobody is left to tell
+        except Exception:
+            logging.getLogger(__name__).exception("forwarded request failed by a bug")
+            bug = RequestError("internal", "internal error: see the decode host's log", 500)
+            _send(link, _failed(message.request_id, bug))
+
+    async def _relay(self, link: Link, message: Generate) -> None:
+        try:
+            request = _requests.decode(message.payload)
+        except msgspec.DecodeError:
+            raise RequestError("message", "it cannot read the request: install the same version on both") from None
+        async with contextlib.aclosing(self._generate(request)) as events:
+            async for event in events:
+                payload = msgspec.msgpack.encode(event)
+                link.send(encode(GenerateEvent(request_id=message.request_id, payload=payload)))
+        link.send(encode(GenerateEnd(request_id=message.request_id)))
+
+
+def _ask(request_id: bytes, request: GenerationRequest) -> bytes:
+    try:
+        return encode(Generate(request_id=request_id, payload=msgspec.msgpack.encode(request)))
+    except LocalProtocolError:
+        sentence = f"the request is larger than the {MAX_PAYLOAD >> 20} MiB that a prefill host forwards"
+        raise RequestError("too-large", f"{sentence}: send it to the decode host", 413) from None
 
 
 def _event(message: GenerateEvent) -> Event:

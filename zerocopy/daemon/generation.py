@@ -32,7 +32,7 @@ from zerocopy.daemon.requests import (
     Started,
 )
 from zerocopy.daemon.telemetry import Telemetry, log_event
-from zerocopy.daemon.trace import Trace, busy
+from zerocopy.daemon.trace import Trace, between, busy
 from zerocopy.daemon.worker_process import Job, JobFailed, WorkerLost, WorkerProcess
 from zerocopy.handoff.sink import SinkHandoff
 from zerocopy.runtime.base import EngineFacts
@@ -178,12 +178,13 @@ class _Session:
         self._fallback = decision.fallback_reason
         self._trace: Trace | None = None
         self._job: Job | None = None
-        self._deadline = arrived + min(request.deadline_s or service.config.request_s, service.config.request_s)
+        self._deadline = arrived + service.config.request_s
         self._first_token: float | None = None
 
     async def run(self) -> AsyncGenerator[Event, None]:
         if self._placement == "disaggregated" and self._decision.prefiller is not None:
-            await self._hand_off(self._decision.prefiller)
+            async with self._in_time():
+                await self._hand_off(self._decision.prefiller)
             self._service.lanes.leave_group(self._ticket)
         if self._placement == "local":
             self._job = self._service.worker.open_job()
@@ -191,6 +192,14 @@ class _Session:
         async with contextlib.aclosing(self._events()) as events:
             async for event in events:
                 yield event
+
+    @contextlib.asynccontextmanager
+    async def _in_time(self) -> AsyncGenerator[None, None]:
+        try:
+            async with asyncio.timeout(self._deadline - time.monotonic()):
+                yield
+        except TimeoutError:
+            raise RequestError("request-deadline", "the request ran out of time", 504) from None
 
     async def close(self) -> None:
         """Free whatever is held, at any stage."""
@@ -261,11 +270,8 @@ class _Session:
     async def _next(self) -> p.TextDelta | p.Generated:
         assert self._job is not None
         while True:
-            try:
-                async with asyncio.timeout(self._deadline - time.monotonic()):
-                    message = await self._job.next()
-            except TimeoutError:
-                raise RequestError("request-deadline", "the request ran out of time", 504) from None
+            async with self._in_time():
+                message = await self._job.next()
             if isinstance(message, p.TextDelta | p.Generated):
                 return message
 
@@ -304,9 +310,8 @@ class _Session:
 
 def handoff_figures(trace: Trace) -> dict[str, object]:
     """What a response tells of its handoff (M1)."""
-    sent = int(trace.source.get("kv_bytes_sent_before_prefill_end", 0))
-    tail = trace.seconds("prefilled", "committed")
-    source = trace.source
+    source = trace.source  # the peer's: any of it may be missing
+    sent = int(source.get("kv_bytes_sent_before_prefill_end", 0))
     components = [
         {"name": name, "bytes": nbytes, "pages": trace.component_pages[name]}
         for name, nbytes in trace.component_bytes.items()
@@ -323,16 +328,16 @@ def handoff_figures(trace: Trace) -> dict[str, object]:
         "kv_bytes": trace.kv_bytes,
         "kv_bytes_sent_before_prefill_end": sent,
         "overlap_fraction": sent / trace.kv_bytes if trace.kv_bytes else None,
-        "tail_ms": ms(tail),
+        "tail_ms": ms(trace.seconds("prefilled", "committed")),
         "queue_ms": ms(trace.seconds("asked", "granted")),
-        "prefill_ms": ms(source["prefilled"] - source["started"]),
-        "export_ms": ms(source["export_busy_s"]),
+        "prefill_ms": ms(between(source, "started", "prefilled")),
+        "export_ms": ms(source.get("export_busy_s")),
         "wire_ms": ms(busy(trace.wire)),
         "import_ms": ms(busy(trace.imports)),
         "commit_ms": ms(trace.seconds("imported", "committed")),
         "probe": trace.probe,
         "probe_wait_ms": ms(trace.seconds("evaluated", "verified")),
-        "probe_ms": ms(source["probe_ended"] - source["probe_started"] if "probe_ended" in source else None),
+        "probe_ms": ms(between(source, "probe_started", "probe_ended")),
     }
 
 

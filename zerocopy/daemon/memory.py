@@ -86,11 +86,6 @@ class _Side:
         if lease.slab_index is not None:
             self._free_slabs.append(lease.slab_index)
 
-    def leases(self, name: Literal["export", "landing"]) -> int:
-        """How many handoffs can have memory of that side at once; 0 before the engine is up."""
-        side = self._sides.get(name)
-        return 0 if side is None else min(len(side.rings), len(side.slabs) or len(side.rings))
-
     def recover(self) -> None:
         """The worker is dead: end what it left open in memory that is lent."""
         for lease in self.lent:

@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from zerocopy.worker.sampling import Sampling
 
@@ -27,18 +28,20 @@ class RequestError(Exception):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):
-    """One prompt, already rendered. `prompt` is text, or token ids when the client sent ids."""
+    """One prompt, already rendered. `prompt` is text, or token ids when the client sent ids. Every bound is checked
+    again where a request comes from a peer."""
 
-    prompt: str | list[int]
-    max_tokens: int
+    prompt: str | list[Annotated[int, Meta(ge=0, lt=1 << 31)]]
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 24)]
     sampling: Sampling = Sampling()
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=16)] = ()
     parse_special: bool = False  # chat templates write control tokens as text; user text may not
     placement: PlacementMode | None = None  # None: the daemon's default
     allow_fallback: bool | None = None  # None: the daemon's default
-    proof_key: str | None = None  # hex, 16 to 32 bytes; only where the daemon was started with --allow-proofs
-    deadline_s: float | None = None
-    tenant: str = ""  # from the API key; what one tenant may use is bounded, and its state moves for nobody else
+    # 16 to 32 bytes in hex; only where the daemon was started with --allow-proofs
+    proof_key: Annotated[str, Meta(pattern=r"^([0-9a-fA-F]{2}){16,32}$")] | None = None
+    # From the API key: what one tenant may use is bounded, and its state moves for nobody else.
+    tenant: Annotated[str, Meta(max_length=64)] = ""
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):

@@ -7,7 +7,7 @@ Times are this host's monotonic clock. Owns no content: counts, sizes and times 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -57,9 +57,7 @@ class Trace(msgspec.Struct):
 
     def seconds(self, begin: str, end: str) -> float | None:
         """Between two marks; None unless both were reached."""
-        if begin in self.marks and end in self.marks:
-            return self.marks[end] - self.marks[begin]
-        return None
+        return between(self.marks, begin, end)
 
     def record(self) -> HandoffRecord:
         """For the metrics."""
@@ -88,6 +86,11 @@ class Trace(msgspec.Struct):
             overlap=self.kv_bytes_by(prefilled) / self.kv_bytes if prefilled and self.kv_bytes else None,
             tail_s=self.seconds("prefilled", "committed"),
         )
+
+
+def between(marks: Mapping[str, float], begin: str, end: str) -> float | None:
+    """Seconds from one mark to another; None unless both were reached."""
+    return marks[end] - marks[begin] if begin in marks and end in marks else None
 
 
 def busy(spans: Iterable[tuple[float, float, *tuple[object, ...]]]) -> float:

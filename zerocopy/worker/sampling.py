@@ -6,19 +6,22 @@ order llama.cpp and most servers use: temperature, top-k, top-p, min-p.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 
 class Sampling(msgspec.Struct, frozen=True):
     """What a request asks for. Temperature 0 is greedy; filters at their neutral value do nothing."""
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0
+    top_k: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
+    top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
 
 
 class Sampler:

@@ -1,0 +1,317 @@
+"""Whatever dies, stops or leaves in the middle of a transfer: the client has a right answer or a typed error in time,
+nothing stays reserved on either host, and the next handoff works (acceptance 4; V2, G2, G8, H7)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Final
+
+import pytest
+
+from tests.e2e.conftest import StartPair
+from tests.e2e.pair import (
+    CHUNK,
+    Pair,
+    ask,
+    assert_nothing_held,
+    assert_still_exact,
+    error_of,
+    headers,
+    new_key,
+    prompt_of,
+    proof_of,
+    send_only,
+    text_of,
+    wait_until,
+)
+from zerocopy.cli.hosts import Answer, Host
+from zerocopy.daemon.http_api import SHUTDOWN_S
+
+CHUNKS: Final = 10
+PROMPT: Final = prompt_of(CHUNKS * CHUNK + 5)
+PACE_S: Final = 0.1  # before each chunk: the transfer takes over a second, most of it waiting
+TRANSFER_S: Final = 3.0
+DEAD_S: Final = 11.0  # until a silent peer is given up (transport: dead_s + ping_s)
+SOON_S: Final = 5.0  # what needs no timeout to be noticed
+
+DENY_AND_ALLOW: Final = pytest.mark.parametrize("fallback", ["deny", "allow"])
+
+
+@pytest.fixture(scope="module")
+def slow(start_pair: StartPair) -> Iterator[Pair]:
+    """Its prefiller takes its time. Tests restart what they kill."""
+    with start_pair(planted=["careful"], decode_flags=["--transfer-s", str(TRANSFER_S)]) as pair:
+        yield pair
+
+
+@pytest.fixture(autouse=True)
+def _both_up(slow: Pair) -> None:
+    """One test's failure is not the next one's."""
+    for host in (slow.prefiller, slow.decoder):
+        if host.process is None or host.process.poll() is not None:
+            host.start()
+    slow.wait_ready()
+
+
+@contextmanager
+def _in_transfer(pair: Pair, *, fallback: str = "deny", key: str | None = None, by: Host | None = None) -> Iterator[
+    Future[Answer]
+]:  # fmt: skip
+    """A disaggregated request that has got as far as the first pages."""
+    pair.scheme(pace_s=PACE_S)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, by or pair.decoder, PROMPT, "disaggregated", fallback=fallback, key=key)
+        try:
+            _wait_for_transfer(pair)
+            yield answer
+        finally:
+            pair.scheme()
+
+
+def _wait_for_transfer(pair: Pair) -> None:
+    held = "memory lent on both hosts"
+    wait_until(lambda: all(host.status()["reserved_bytes"] for host in (pair.prefiller, pair.decoder)), held)
+    time.sleep(2 * PACE_S)
+
+
+def _check_answer(pair: Pair, answer: Future[Answer], reason: str, key: str, within_s: float = SOON_S) -> None:
+    """A typed error where fallback was denied, the local run's answer where it was allowed."""
+    got = answer.result(within_s)
+    if got.status == 200:
+        assert (got.headers["x-zc-placement"], got.headers["x-zc-fallback"]) == ("local", reason)
+        local = ask(pair.decoder, PROMPT, "local", key=key)
+        assert proof_of(got) == proof_of(local) and text_of(got) == text_of(local)
+    else:
+        assert got.status == 503 and error_of(got)[0] == reason
+
+
+def _worker_pid(host: Host) -> int:
+    pid: int = host.status()["worker"]["pid"]
+    return pid
+
+
+def _wait_for_end(pid: int) -> None:
+    wait_until(lambda: not _alive(pid), f"process {pid} to end", SOON_S)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# -- SIGKILL ---------------------------------------------------------------------------------------------------
+
+
+@DENY_AND_ALLOW
+def test_the_prefill_daemon_is_killed(slow: Pair, fallback: str) -> None:
+    key, worker = new_key(), _worker_pid(slow.prefiller)
+    with _in_transfer(slow, fallback=fallback, key=key) as answer:
+        slow.prefiller.stop(signal.SIGKILL)
+        _check_answer(slow, answer, "link-lost", key)
+    assert_nothing_held(slow.decoder)
+    _wait_for_end(worker)  # no orphan
+    refused = ask(slow.decoder, PROMPT, "disaggregated")
+    assert error_of(refused)[0] == "no-prefiller"
+    slow.prefiller.start()
+    slow.wait_ready()
+    assert_still_exact(slow)
+
+
+@DENY_AND_ALLOW
+def test_the_prefill_worker_is_killed(slow: Pair, fallback: str) -> None:
+    key = new_key()
+    with _in_transfer(slow, fallback=fallback, key=key) as answer:
+        os.kill(_worker_pid(slow.prefiller), signal.SIGKILL)
+        _check_answer(slow, answer, "worker-lost", key)
+    assert_nothing_held(slow.prefiller, slow.decoder)
+    slow.wait_ready()
+    assert_still_exact(slow)
+
+
+@DENY_AND_ALLOW
+def test_the_decode_worker_is_killed(slow: Pair, fallback: str) -> None:
+    """Nothing to fall back to: the lane that a local answer needs died too."""
+    with _in_transfer(slow, fallback=fallback) as answer:
+        os.kill(_worker_pid(slow.decoder), signal.SIGKILL)
+        got = answer.result(SOON_S)
+        assert (got.status, error_of(got)[0]) == (503, "worker-lost")
+    assert_nothing_held(slow.prefiller, slow.decoder)
+    slow.wait_ready()
+    assert slow.decoder.call("GET", "/health").status == 200
+    assert_still_exact(slow)
+
+
+def test_the_decode_worker_is_killed_while_it_generates(slow: Pair) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        slow.scheme()
+        answer = pool.submit(ask, slow.decoder, prompt_of(50), "disaggregated", tokens=900)
+        wait_until(lambda: _generating(slow), "the commit")
+        os.kill(_worker_pid(slow.decoder), signal.SIGKILL)
+        got = answer.result(SOON_S)
+    assert (got.status, error_of(got)[0]) == (503, "worker-lost")
+    assert_nothing_held(slow.prefiller, slow.decoder)
+    slow.wait_ready()
+    assert_still_exact(slow)
+
+
+def _generating(pair: Pair) -> bool:
+    traces = pair.decoder.status()["recent_handoffs"]
+    return bool(traces) and traces[-1]["prompt_tokens"] == 50 and traces[-1]["outcome"] == "committed"
+
+
+def test_a_daemon_says_that_it_cannot_serve_while_its_worker_is_down(slow: Pair) -> None:
+    os.kill(_worker_pid(slow.decoder), signal.SIGKILL)
+    wait_until(lambda: slow.decoder.call("GET", "/health").status == 503, "health to go false", SOON_S)
+    refused = ask(slow.decoder, prompt_of(9), "local")
+    assert (refused.status, error_of(refused)[0]) == (503, "worker-lost")
+    assert "retry-after" in refused.headers
+    slow.wait_ready()
+    assert_still_exact(slow)
+
+
+def test_the_decode_daemon_is_killed(slow: Pair) -> None:
+    worker = _worker_pid(slow.decoder)
+    with _in_transfer(slow) as answer:
+        slow.decoder.stop(signal.SIGKILL)
+        with pytest.raises(OSError):
+            answer.result(SOON_S)
+    assert_nothing_held(slow.prefiller)
+    _wait_for_end(worker)
+    slow.decoder.start()
+    slow.wait_ready()
+    assert_still_exact(slow)
+
+
+def test_the_decode_daemon_is_killed_behind_a_front_door(slow: Pair) -> None:
+    """The client asked the prefill host: it hears what happened."""
+    with _in_transfer(slow, by=slow.prefiller) as answer:
+        slow.decoder.stop(signal.SIGKILL)
+        got = answer.result(SOON_S)
+        assert (got.status, error_of(got)[0]) == (503, "link-lost")
+    assert_nothing_held(slow.prefiller)
+    slow.decoder.start()
+    slow.wait_ready()
+    assert_still_exact(slow)
+
+
+# -- SIGSTOP: the cable is pulled ------------------------------------------------------------------------------
+
+
+@contextmanager
+def _stopped(host: Host) -> Iterator[None]:
+    assert host.process is not None
+    host.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        if host.process is not None:
+            host.process.send_signal(signal.SIGCONT)
+
+
+@DENY_AND_ALLOW
+def test_the_prefiller_falls_silent(slow: Pair, fallback: str) -> None:
+    """The transfer's deadline holds, and a handoff that is only queued ends when the peer is given up."""
+    key = new_key()
+    with _in_transfer(slow, fallback=fallback, key=key) as answer, _stopped(slow.prefiller):
+        _check_answer(slow, answer, "transfer-deadline", key, TRANSFER_S + SOON_S)
+        assert_nothing_held(slow.decoder)
+        if fallback == "allow":
+            began = time.monotonic()
+            late = ask(slow.decoder, PROMPT, "disaggregated", fallback="allow")
+            assert late.headers["x-zc-fallback"] == "link-lost"
+            assert time.monotonic() - began < DEAD_S + SOON_S
+    slow.wait_ready()
+    assert_nothing_held(slow.prefiller)
+    assert_still_exact(slow)
+
+
+def test_sigterm_works_while_the_prefiller_is_silent(slow: Pair) -> None:
+    with _in_transfer(slow) as answer, _stopped(slow.prefiller):
+        began = time.monotonic()
+        assert slow.decoder.stop() == 0
+        assert time.monotonic() - began < SHUTDOWN_S + SOON_S
+        assert error_of(answer.result(SOON_S))[0] == "transfer-deadline"
+    slow.decoder.start()
+    slow.wait_ready()
+    assert_still_exact(slow)
+
+
+# -- SIGTERM ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["prefiller", "decoder"])
+def test_sigterm_ends_an_idle_daemon(slow: Pair, which: str) -> None:
+    host: Host = getattr(slow, which)
+    worker, began = _worker_pid(host), time.monotonic()
+    assert host.stop() == 0
+    assert time.monotonic() - began < SOON_S
+    _wait_for_end(worker)
+    host.start()
+    slow.wait_ready()
+    assert_still_exact(slow)
+
+
+@DENY_AND_ALLOW
+def test_sigterm_ends_the_prefiller_in_mid_transfer(slow: Pair, fallback: str) -> None:
+    key = new_key()
+    with _in_transfer(slow, fallback=fallback, key=key) as answer:
+        assert slow.prefiller.stop() == 0
+        _check_answer(slow, answer, "shutdown", key)
+    assert_nothing_held(slow.decoder)
+    slow.prefiller.start()
+    slow.wait_ready()
+    assert_still_exact(slow)
+
+
+def test_sigterm_lets_the_decoder_finish_what_it_has_begun(slow: Pair) -> None:
+    with _in_transfer(slow) as answer:
+        assert slow.decoder.stop() == 0
+        assert answer.result(SOON_S).headers["x-zc-placement"] == "disaggregated"
+    assert_nothing_held(slow.prefiller)
+    slow.decoder.start()
+    slow.wait_ready()
+    assert_still_exact(slow)
+
+
+# -- the client leaves -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["decoder", "prefiller"])
+def test_the_client_leaves_in_mid_transfer(slow: Pair, which: str) -> None:
+    slow.scheme(pace_s=PACE_S)
+    host: Host = getattr(slow, which)
+    with send_only(host, {"prompt": PROMPT, "max_tokens": 8}, headers("disaggregated")):
+        _wait_for_transfer(slow)
+    _check_free_soon(slow)
+
+
+def test_the_client_leaves_while_it_generates(slow: Pair) -> None:
+    slow.scheme()
+    with send_only(slow.decoder, {"prompt": prompt_of(50), "max_tokens": 900}, headers("disaggregated")):
+        wait_until(lambda: _generating(slow), "the commit")
+    _check_free_soon(slow)
+
+
+def test_the_client_leaves_while_it_queues(slow: Pair) -> None:
+    with _in_transfer(slow) as answer:
+        with send_only(slow.decoder, {"prompt": PROMPT, "max_tokens": 8}, headers("disaggregated")):
+            time.sleep(PACE_S)
+        assert answer.result(TRANSFER_S).status == 200
+        _check_free_soon(slow)
+
+
+def _check_free_soon(pair: Pair) -> None:
+    """Freed in about a second, not at a deadline; the lane is not computing for nobody."""
+    assert_nothing_held(pair.prefiller, pair.decoder, within_s=2)
+    pair.scheme()
+    began = time.monotonic()
+    assert_still_exact(pair)
+    assert time.monotonic() - began < TRANSFER_S

@@ -1,0 +1,174 @@
+"""`zc-handoff bench`: the commands that measure, their options, tables and files. What is measured is in `bench_*`."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from zerocopy.cli.screen import CliError, ExitCode, bytes_text, pairs, show, show_json, table
+
+app = typer.Typer(
+    name="bench",
+    no_args_is_help=True,
+    help="Measure this machine and its links: pages on the wire, the ring, the path.",
+)
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+_LINK_HELP: Final = """Measure how fast pages move, over streams x record size x page size, encrypted as in service.
+
+With neither --listen nor --connect, both ends are on this machine. Between two machines that trust each other's keys:
+run it with --listen on one, and what that prints on the other.
+"""
+
+
+def _numbers(text: str, unit: int = 1) -> list[int]:
+    try:
+        numbers = [int(float(part) * unit) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 0:
+        raise CliError(f"`{text}` is no list of numbers such as 1,2,4", ExitCode.USAGE)
+    return numbers
+
+
+@app.command("link", help=_LINK_HELP)
+def link(
+    listen: Annotated[
+        str | None, typer.Option(help="Be the landing end, and print what to run on the other.", metavar="HOST:PORT")
+    ] = None,
+    connect: Annotated[str | None, typer.Option(help="Be the sending end.", metavar="HOST:PORT")] = None,
+    peer: Annotated[
+        str | None, typer.Option(help="With --connect: the name this host trusts that key under.", metavar="NAME")
+    ] = None,
+    keys: Annotated[
+        Path | None, typer.Option(help="Key directory, as for the daemon.", metavar="DIR", show_default=False)
+    ] = None,
+    streams: Annotated[str, typer.Option(help="Bulk connections.", metavar="N,...")] = "1,2,3",
+    record_kib: Annotated[str, typer.Option(help="Record sizes.", metavar="KIB,...")] = "256,1024",
+    page_kib: Annotated[str, typer.Option(help="Page sizes.", metavar="KIB,...")] = "1024,4096",
+    codec: Annotated[str, typer.Option(help="Of none, lz4, shuffle+lz4.", metavar="NAME,...")] = "none,lz4,shuffle+lz4",
+    rate_cap_gbps: Annotated[str, typer.Option(help="Pace to these rates; 0 is no cap.", metavar="GBPS,...")] = "0",
+    seconds: Annotated[float, typer.Option(help="Of each measurement.", min=0.05, max=600)] = 0.8,
+    rounds: Annotated[int, typer.Option(help="Interleaved; medians are shown.", min=1, max=100)] = 3,
+    plot: Annotated[Path | None, typer.Option(help="Also draw it, as SVG.", metavar="FILE")] = None,
+    with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
+    json: Json = False,
+) -> None:
+    from zerocopy.cli import bench_link as b
+    from zerocopy.cli.keys import open_store
+
+    if listen and connect:
+        raise CliError("give --listen or --connect, not both: each is one end", ExitCode.USAGE)
+    if listen:
+        b.listen(open_store(keys).directory, listen, lambda commands: _announce(commands), with_parent=with_parent)
+        return
+    if connect and not peer:
+        raise CliError("--connect needs --peer NAME: the name of its key among `zc-handoff keys show`", ExitCode.USAGE)
+    plan = b.Plan(
+        _numbers(streams), _numbers(record_kib, 1024), _numbers(page_kib, 1024), _codecs(codec),
+        _numbers(rate_cap_gbps, 10**9), seconds, rounds,
+    )  # fmt: skip
+    b.check(plan)
+    with contextlib.ExitStack() as stack:
+        if connect and peer:
+            target = b.Target(open_store(keys).directory, peer, connect)
+        else:
+            target = stack.enter_context(b.other_end_here(Path(stack.enter_context(_folder()))))
+        step = stack.enter_context(_progress(plan.steps))
+        report = b.sweep(plan, target, step)
+    if plot is not None:
+        _write(plot, b.draw(report))
+    show_json(report) if json else show(_link_table(report))
+
+
+def _announce(commands: Sequence[str]) -> None:
+    print("\n".join(commands), flush=True)
+
+
+def _codecs(text: str) -> list[str]:
+    from zerocopy.cli.bench_codec import CODECS
+
+    names = text.split(",")
+    for name in names:
+        if name not in CODECS:
+            raise CliError(f"codec `{name}` is none of {', '.join(CODECS)}", ExitCode.USAGE)
+    return names
+
+
+def _link_table(report: Any) -> RenderableType:
+    columns = ("streams", "record", "page", "cap", "Gb/s", "% of ceiling", "CPU-s/GiB", "page p50/p90/p99 ms",
+               "control p50/p99 ms", "repeated")  # fmt: skip
+    rows = table(*columns, right=frozenset(range(10)))
+    codecs = table("codec", "ratio", "encode Gb/s, one core", "CPU-s/GiB", "pays below", right=frozenset({1, 2, 3, 4}))
+    for row in report.rows:
+        if row.transport == "memory":
+            pays = f"{row.pays_below_gbps:g} Gb/s" if row.pays_below_gbps else "never"
+            codecs.add_row(row.codec, f"{row.ratio:.2f}", f"{row.gbps:.1f}", f"{row.cpu_s_per_gib:.2f}", pays)
+            continue
+        mark = "bold" if row == report.best else ""
+        rows.add_row(*(Text(cell, mark) for cell in _cells(row)))
+    facts = {
+        "default": _named(report.default) if report.default else "not in this sweep",
+        "best": _named(report.best) if report.best else "none without a cap",
+        "ceiling": f"plain TCP, one stream: {_speed(report.ceiling.plaintext_gbps)}; "
+        f"iperf3 -P1: {_speed(report.ceiling.iperf3_gbps)}",
+    }
+    return Group(rows, Text(""), codecs, Text(""), pairs(facts))
+
+
+def _cells(row: Any) -> list[str]:
+    pages, loaded = row.page_ms, row.loaded_rtt_ms
+    return [
+        str(row.streams),
+        bytes_text(row.record_bytes),
+        bytes_text(row.page_bytes),
+        f"{row.rate_cap_bps / 1e9:g}" if row.rate_cap_bps else "",
+        f"{row.gbps:.2f}",
+        "" if row.percent_of_ceiling is None else f"{row.percent_of_ceiling:.0f}",
+        f"{row.cpu_s_per_gib:.2f}",
+        f"{pages.p50:.1f}/{pages.p90:.1f}/{pages.p99:.1f}" if pages else "",
+        f"{loaded.p50:.1f}/{loaded.p99:.1f}" if loaded else "",
+        "" if row.segments_repeated is None else str(row.segments_repeated),
+    ]
+
+
+def _named(row: Any) -> str:
+    sizes = f"{row.streams} streams, {bytes_text(row.record_bytes)} records, {bytes_text(row.page_bytes)} pages"
+    return f"{row.gbps:.2f} Gb/s with {sizes}"
+
+
+def _speed(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.2f} Gb/s"
+
+
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="zc-bench-")
+
+
+@contextlib.contextmanager
+def _progress(steps: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr, for people only. Yields what to call as each of `steps` begins."""
+    console = Console(stderr=True, highlight=False)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=steps, completed=-1)
+
+        def step(what: str) -> None:
+            bar.update(task, advance=1, description=what)
+
+        yield step
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CliError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,429 @@
+"""`zc-handoff bench link`: how fast this machine and path move pages, over streams x record size x page size.
+
+Both roles are here. The listening one serves whoever is trusted until it is stopped; the connecting one sweeps, in
+rounds, with the ceilings (one plain TCP stream of ours, iperf3 where both ends have it) measured between the same rows:
+a ratio is of one run or it is nothing. Without either role, the other end is a process of its own on this machine with
+keys made for the run. What a figure means is in docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import psutil
+import uvloop
+
+from transport.address import Address, parse
+from transport.frames import MAX_RECORD, MIN_RECORD
+from transport.keys import KeyStore
+from transport.tcp import DEFAULT_RECORD_BYTES, DEFAULT_STREAMS, TcpEndpoint
+from transport.tcp_link import MAX_STREAMS, TcpLink
+from zerocopy.cli.bench_codec import CODECS, codec_rows
+from zerocopy.cli.bench_ends import (
+    MAX_PAGE_BYTES,
+    CeilingOpen,
+    LandingEnd,
+    OpenCeiling,
+    Prepare,
+    Ready,
+    Received,
+    SendingEnd,
+    arena,
+    send_plain,
+)
+from zerocopy.cli.measuring import GIB, Quantiles, cpu_s, gbps, median, quantiles
+from zerocopy.cli.plot import Panel, svg
+from zerocopy.cli.screen import CliError, ExitCode, bytes_text
+
+DEFAULT_PAGE_BYTES: Final = 4 << 20
+STREAMS: Final = (1, 2, 3)
+RECORDS: Final = (256 << 10, 1 << 20)
+PAGES: Final = (1 << 20, 4 << 20)
+WARM_UP: Final = 0.25  # of a row's time, before it counts
+ASK_EVERY_S: Final = 0.05  # control round trips while pages flow
+CHILD_START_S: Final = 20.0
+
+
+class Setting(msgspec.Struct, frozen=True):
+    streams: int
+    record_bytes: int
+    page_bytes: int
+    rate_cap_bps: float = 0
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One measurement of one setting."""
+
+    gbps: float
+    cpu_s_per_gib: float
+    page_s: list[float]
+    idle_rtt_s: float
+    loaded_rtt_s: list[float]
+    segments_sent: int
+    segments_repeated: int
+
+
+class Row(msgspec.Struct, frozen=True):
+    """Medians over the rounds; page and round-trip times over all their samples. `transport` is "memory" where a codec
+    is measured by itself: nothing is sent then, and `gbps` is what one core encodes."""
+
+    transport: str
+    streams: int
+    record_bytes: int
+    page_bytes: int
+    codec: str
+    rate_cap_bps: float | None
+    gbps: float
+    cpu_s_per_gib: float
+    percent_of_ceiling: float | None
+    page_ms: Quantiles | None = None  # from queueing a page to its acknowledgement
+    rtt_ms: float | None = None  # of a control message, idle
+    loaded_rtt_ms: Quantiles | None = None  # of a control message while pages flow
+    segments_repeated: int | None = None
+    loss: float | None = None
+    ratio: float | None = None  # of a codec: raw bytes to encoded
+    pays_below_gbps: float | None = None  # a codec: on links slower than this it would save time
+
+
+class Ceiling(msgspec.Struct, frozen=True):
+    plaintext_gbps: float | None
+    iperf3_gbps: float | None
+
+    @property
+    def gbps(self) -> float | None:
+        return max((value for value in (self.plaintext_gbps, self.iperf3_gbps) if value), default=None)
+
+
+class Report(msgspec.Struct, frozen=True):
+    rows: list[Row]
+    default: Row | None
+    best: Row | None
+    ceiling: Ceiling
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What to sweep. `rate_caps_bps` 0 is no cap."""
+
+    streams: Sequence[int] = STREAMS
+    record_bytes: Sequence[int] = RECORDS
+    page_bytes: Sequence[int] = PAGES
+    codecs: Sequence[str] = CODECS
+    rate_caps_bps: Sequence[float] = (0,)
+    seconds: float = 0.8
+    rounds: int = 3
+
+    def settings(self) -> list[Setting]:
+        product = itertools.product(self.streams, self.record_bytes, self.page_bytes, self.rate_caps_bps)
+        return [Setting(*values) for values in product]
+
+    @property
+    def steps(self) -> int:
+        return self.rounds * (len(self.settings()) + 2)
+
+
+class Target(msgspec.Struct, frozen=True):
+    """The other end: its name among the trusted keys, its address, this end's keys."""
+
+    keys: Path
+    peer: str
+    address: str
+
+    @property
+    def host(self) -> str:
+        return parse(self.address).host
+
+
+def check(plan: Plan) -> None:
+    """Raises CliError (usage) for what no link takes."""
+    for name, values, low, high in (
+        ("streams", plan.streams, 1, MAX_STREAMS),
+        ("record bytes", plan.record_bytes, MIN_RECORD, MAX_RECORD),
+        ("page bytes", plan.page_bytes, 1, MAX_PAGE_BYTES),
+    ):
+        for value in values:
+            if not low <= value <= high:
+                raise CliError(f"{name} {value} are outside {low} to {high}", ExitCode.USAGE)
+
+
+# -- the connecting end ------------------------------------------------------------------------------------------------
+
+
+def sweep(plan: Plan, target: Target, step: Callable[[str], None]) -> Report:
+    """Measure everything. `step` is told of each measurement as it begins."""
+    samples, plain, iperf = uvloop.run(_sweep(plan, target, step))
+    ceiling = Ceiling(_median_or_none(plain), _median_or_none(iperf))
+    rows = [_row(setting, many, ceiling) for setting, many in samples.items()]
+    ours = Setting(DEFAULT_STREAMS, DEFAULT_RECORD_BYTES, DEFAULT_PAGE_BYTES)
+    default = next((row for setting, row in zip(samples, rows, strict=True) if setting == ours), None)
+    best = max((row for row in rows if not row.rate_cap_bps), key=lambda row: row.gbps, default=None)
+    return Report([*rows, *_codec_rows(plan, ceiling, step)], default, best, ceiling)
+
+
+async def _sweep(
+    plan: Plan, target: Target, step: Callable[[str], None]
+) -> tuple[dict[Setting, list[Sample]], list[float], list[float]]:
+    memory = arena()
+    samples: dict[Setting, list[Sample]] = {setting: [] for setting in plan.settings()}
+    plain: list[float] = []
+    iperf: list[float] = []
+    for number in range(plan.rounds):
+        step("plaintext")
+        plain += await _plaintext(target, memory, plan.seconds)
+        step("iperf3")
+        iperf += await _iperf3(target, memory, plan.seconds)
+        # Every other round backwards: what drifts over a round does not favour the same rows.
+        for setting in list(samples)[:: -1 if number % 2 else 1]:
+            step(f"{setting.streams} streams, {setting.record_bytes >> 10} KiB, {setting.page_bytes >> 10} KiB")
+            samples[setting].append(await _sample(target, memory, setting, plan.seconds))
+    return samples, plain, iperf
+
+
+@contextlib.asynccontextmanager
+async def _connected(
+    target: Target, memory: memoryview, streams: int = 1, record_bytes: int = DEFAULT_RECORD_BYTES
+) -> AsyncIterator[tuple[SendingEnd, TcpLink]]:
+    """A fresh link: no measurement inherits another's threads or congestion window."""
+    end = SendingEnd(memory)
+    endpoint = TcpEndpoint(KeyStore(target.keys), end, streams=streams, record_bytes=record_bytes)
+    try:
+        yield end, await endpoint.connect(target.peer, target.address)
+    finally:
+        await endpoint.close()
+
+
+async def _sample(target: Target, memory: memoryview, setting: Setting, seconds: float) -> Sample:
+    async with _connected(target, memory, setting.streams, setting.record_bytes) as (end, link):
+        ready: Ready = await end.ask(link, Prepare(setting.page_bytes), Ready)
+        idle = [(await end.usage(link))[1] for _ in range(5)]
+        load, bps = setting.page_bytes, setting.rate_cap_bps
+        await end.load(link, load, ready.slots, WARM_UP * seconds, bps)
+        before = cpu_s() + (await end.usage(link))[0].cpu_s
+        loaded: list[float] = []
+        asking = asyncio.create_task(_keep_asking(end, link, loaded))
+        done = await end.load(link, load, ready.slots, seconds, bps)
+        asking.cancel()
+        after = cpu_s() + (await end.usage(link))[0].cpu_s
+        infos = link.tcp_info()
+        return Sample(
+            gbps=gbps(done.nbytes, done.elapsed_s),
+            cpu_s_per_gib=(after - before) / (done.nbytes / GIB),
+            page_s=done.page_s,
+            idle_rtt_s=median(idle),
+            loaded_rtt_s=loaded,
+            segments_sent=sum(info.segments_sent for info in infos),
+            segments_repeated=sum(info.segments_repeated for info in infos),
+        )
+
+
+async def _keep_asking(end: SendingEnd, link: TcpLink, into: list[float]) -> None:
+    while True:
+        await asyncio.sleep(ASK_EVERY_S)
+        into.append((await end.usage(link))[1])
+
+
+async def _plaintext(target: Target, memory: memoryview, seconds: float) -> list[float]:
+    """One plain TCP stream; nothing if its port cannot be reached."""
+    async with _connected(target, memory) as (end, link):
+        opened: CeilingOpen = await end.ask(link, OpenCeiling("plaintext"), CeilingOpen)
+        if opened.port is None:
+            return []
+        try:
+            began = await asyncio.to_thread(send_plain, target.host, opened.port, opened.token, memory, seconds)
+        except OSError:
+            return []
+        received: Received = await end.answer(Received)
+        return [gbps(received.nbytes, time.monotonic() - began)]
+
+
+async def _iperf3(target: Target, memory: memoryview, seconds: float) -> list[float]:
+    """`iperf3 -P1`, where both ends have it. It takes whole seconds."""
+    if shutil.which("iperf3") is None:
+        return []
+    async with _connected(target, memory) as (end, link):
+        opened: CeilingOpen = await end.ask(link, OpenCeiling("iperf3"), CeilingOpen)
+        if opened.port is None:
+            return []
+        command = ["iperf3", "-c", target.host, "-p", str(opened.port), "-P1", "-t", str(max(1, round(seconds))), "-J"]
+        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        out, _ = await process.communicate()
+    try:
+        return [json.loads(out)["end"]["sum_received"]["bits_per_second"] / 1e9]
+    except (ValueError, KeyError):
+        return []
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def _row(setting: Setting, samples: Sequence[Sample], ceiling: Ceiling) -> Row:
+    speed = median([sample.gbps for sample in samples])
+    sent, repeated = (sum(getattr(s, name) for s in samples) for name in ("segments_sent", "segments_repeated"))
+    pages = quantiles(1e3 * value for sample in samples for value in sample.page_s)
+    return Row(
+        transport="tcp",
+        streams=setting.streams,
+        record_bytes=setting.record_bytes,
+        page_bytes=setting.page_bytes,
+        codec="none",
+        rate_cap_bps=setting.rate_cap_bps or None,
+        gbps=round(speed, 3),
+        cpu_s_per_gib=round(median([sample.cpu_s_per_gib for sample in samples]), 4),
+        percent_of_ceiling=_percent(speed, ceiling),
+        page_ms=pages,
+        rtt_ms=round(1e3 * median([sample.idle_rtt_s for sample in samples]), 3),
+        loaded_rtt_ms=quantiles(1e3 * value for sample in samples for value in sample.loaded_rtt_s),
+        segments_repeated=repeated if sent else None,
+        loss=round(repeated / sent, 6) if sent else None,
+    )
+
+
+def _codec_rows(plan: Plan, ceiling: Ceiling, step: Callable[[str], None]) -> list[Row]:
+    rows = []
+    for codec in codec_rows([name for name in plan.codecs if name != "none"], step):
+        rows.append(
+            Row(
+                transport="memory",
+                streams=0,
+                record_bytes=0,
+                page_bytes=codec.page_bytes,
+                codec=codec.name,
+                rate_cap_bps=None,
+                gbps=round(codec.encode_gbps, 3),
+                cpu_s_per_gib=round(codec.cpu_s_per_gib, 4),
+                percent_of_ceiling=_percent(codec.encode_gbps, ceiling),
+                ratio=round(codec.ratio, 3),
+                pays_below_gbps=round(codec.pays_below_gbps, 3),
+            )
+        )
+    return rows
+
+
+def _percent(speed: float, ceiling: Ceiling) -> float | None:
+    return round(100 * speed / ceiling.gbps, 1) if ceiling.gbps else None
+
+
+def _median_or_none(values: Sequence[float]) -> float | None:
+    return round(median(values), 3) if values else None
+
+
+def draw(report: Report) -> str:
+    """Throughput and processor time over record size, a line for each number of streams, page size and cap."""
+    rows = [row for row in report.rows if row.transport == "tcp"]
+    records = sorted({row.record_bytes for row in rows})
+    lines: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        cap = f", {row.rate_cap_bps / 1e9:g} Gb/s cap" if row.rate_cap_bps else ""
+        name = f"{row.streams} streams, {bytes_text(row.page_bytes)} pages{cap}"
+        lines.setdefault(name, {})[row.record_bytes] = row
+    ticks = [bytes_text(size) for size in records]
+
+    def series(field: str) -> dict[str, list[float | None]]:
+        return {name: [getattr(line.get(size), field, None) for size in records] for name, line in lines.items()}
+
+    named = {"plain TCP": report.ceiling.plaintext_gbps, "iperf3 -P1": report.ceiling.iperf3_gbps}
+    levels = {name: value for name, value in named.items() if value is not None}
+    return svg(
+        "Encrypted pages over TCP, by record size",
+        [
+            Panel("Gb/s", ticks, series("gbps"), levels),
+            Panel("CPU-seconds per GiB, both ends", ticks, series("cpu_s_per_gib")),
+        ],
+    )
+
+
+# -- the listening end -------------------------------------------------------------------------------------------------
+
+
+def listen(keys: Path, address: str, announce: Callable[[list[str]], None], *, with_parent: bool) -> None:
+    """Land pages until SIGINT or SIGTERM (or, with a parent, until that is gone). `announce` gets the commands, one for
+    each address, that the other side may run."""
+    uvloop.run(_listen(keys, address, announce, with_parent))
+
+
+async def _listen(keys: Path, address: str, announce: Callable[[list[str]], None], with_parent: bool) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    if with_parent:
+        watch = threading.Thread(target=_wait_for_end_of_stdin, args=(loop, stop), daemon=True)
+        watch.start()
+    store = KeyStore(keys)
+    endpoint = TcpEndpoint(store, LandingEnd(parse(address).host))
+    try:
+        bound = parse(await endpoint.listen(address))
+    except OSError as error:
+        raise CliError(f"cannot listen on {address}: {error.strerror or error}") from None
+    announce([connect_command(reachable, store.name()) for reachable in reachable_addresses(bound)])
+    await stop.wait()
+    await endpoint.close()
+
+
+def _wait_for_end_of_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    sys.stdin.buffer.read()
+    with contextlib.suppress(RuntimeError):  # the loop ended first
+        loop.call_soon_threadsafe(stop.set)
+
+
+def connect_command(address: Address, name: str) -> str:
+    return shlex.join(["zc-handoff", "bench", "link", "--connect", str(address), "--peer", name])
+
+
+def reachable_addresses(bound: Address) -> list[Address]:
+    """What the other side may dial: for a wildcard, every address of this machine but loopback."""
+    if bound.host not in ("0.0.0.0", "::"):
+        return [bound]
+    families = {socket.AF_INET} if bound.host == "0.0.0.0" else {socket.AF_INET, socket.AF_INET6}
+    found = [
+        Address(nic.address, bound.port)
+        for nics in psutil.net_if_addrs().values()
+        for nic in nics
+        if nic.family in families and not nic.address.startswith(("127.", "::1"))
+    ]
+    return found or [bound]
+
+
+# -- both on this machine ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def other_end_here(folder: Path) -> Iterator[Target]:
+    """A listening process with keys of its own in `folder`; ended with the block."""
+    stores = {name: KeyStore(folder / name) for name in ("here", "there")}
+    for name, store in stores.items():
+        store.new(name)
+    for name, other in (("here", "there"), ("there", "here")):
+        stores[name].trust(other, stores[other].show()[0])
+    command = [sys.executable, "-m", "zerocopy", "bench", "link", "--listen", "127.0.0.1:0", "--keys"]
+    child = subprocess.Popen(
+        [*command, str(folder / "there"), "--with-parent"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert child.stdout is not None and child.stdin is not None
+    try:
+        said = shlex.split(child.stdout.readline())
+        if "--connect" not in said:
+            raise CliError("the other end did not start; see above", ExitCode.FAILED)
+        yield Target(folder / "here", "there", said[said.index("--connect") + 1])
+    finally:
+        child.stdin.close()
+        try:
+            child.wait(CHILD_START_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        child.stdout.close()
