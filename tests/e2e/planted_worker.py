@@ -31,6 +31,7 @@ import msgspec
 
 import zerocopy.worker.loop as loop
 import zerocopy.worker.prefill_job as prefill_job
+from tests.e2e.seams import replace
 from zerocopy.handoff.components import (
     HEADER_BYTES,
     SNAPSHOT,
@@ -202,6 +203,6 @@ def _open(options: WorkerOptions) -> Runtime:
 
 if __name__ == "__main__":
     PlantedJob.plan_file = Path(sys.argv[1])
-    loop.PrefillJob = PlantedJob  # type: ignore[misc]
-    prefill_job._layer_groups = _layer_groups
+    replace(loop, "PrefillJob", PlantedJob)
+    replace(prefill_job, "_layer_groups", _layer_groups)
     sys.exit(main([sys.argv[0], *sys.argv[2:]], _open))

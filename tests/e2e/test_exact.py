@@ -125,7 +125,7 @@ def test_a_stream_carries_the_same_text(pair: Pair) -> None:
 
 
 def test_sampling_with_a_seed_is_the_same_on_both_placements(pair: Pair) -> None:
-    how = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "seed": 7}
+    how: dict[str, Any] = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "seed": 7}
     local, moved = (ask(pair.decoder, prompt_of(80), mode, tokens=24, **how) for mode in ("local", "disaggregated"))
     greedy = ask(pair.decoder, prompt_of(80), "local", tokens=24)
     assert text_of(local) == text_of(moved) != text_of(greedy)

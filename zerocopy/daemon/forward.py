@@ -76,6 +76,9 @@ class Forwarding:
                 if asked is not None and asked[0] is link:
                     asked[1].put_nowait(message)
 
+    def uses(self, link: Link) -> bool:
+        return any(over is link for over, _ in (*self._asked.values(), *self._serving))
+
     def link_lost(self, link: Link) -> None:
         for (over, _request_id), task in list(self._serving.items()):
             if over is link:
@@ -107,6 +110,9 @@ class Forwarding:
             await self._relay(link, message)
         except RequestError as error:
             _send(link, _failed(message.request_id, error))
+        except asyncio.CancelledError:  # the peer wants no more of it, or this host stops
+            _send(link, _failed(message.request_id, RequestError("cancelled", "the decode host gave the request up")))
+            raise
         except LinkError:
             pass  # nobody is left to tell
         except Exception:

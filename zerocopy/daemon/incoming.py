@@ -161,7 +161,8 @@ class Incoming:
         self._loop.add_reader(lease.ring.space_fd, self._space_bell)
         try:
             self._worker.send(msgspec.structs.replace(request, ring=lease.ring_index, slab=lease.slab_index))
-            window = lease.ring.capacity - lease.ring.record_bytes(lease.ring.max_record)
+            # Padding at the wrap is always less than the largest record.
+            window = lease.ring.capacity - lease.ring.record_bytes(HEADER_BYTES + self.machine.largest_page)
             seed = secrets.randbits(64)
             grant = self._locked(
                 lambda: self.machine.grant(
@@ -260,7 +261,8 @@ class Incoming:
         with self._lock:
             while self._in_ring and self._in_ring[0][1] <= freed:
                 actions += self.machine.released(self._in_ring.popleft()[0])
-        self._do(actions)
+        if actions:  # most releases make no CREDIT, and `_do` wakes the whole handoff
+            self._do(actions)
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -309,7 +311,8 @@ class Incoming:
                     room = self._room(header, nbytes)
             except (HandoffError, NativeError) as error:  # accepted, so it must also end: nobody else will end it
                 actions += [*self.machine.fail(error.reason, str(error)), *self.machine.page_discarded(header)]
-        self._loop.call_soon_threadsafe(self._do, actions)
+        if actions:
+            self._loop.call_soon_threadsafe(self._do, actions)
         return room
 
     def _room(self, header: PageHeader, nbytes: int) -> _Room:
@@ -338,7 +341,9 @@ class Incoming:
                 slot.commit() if good else slot.abort()
             if good:
                 self.trace.page(header.component, (began, time.monotonic(), header.payload_bytes))
-        self._loop.call_soon_threadsafe(self._after_page, actions)
+            news = bool(actions) or self.machine.state_complete
+        if news:  # waking the loop for every page costs as much as the rest of the page's Python
+            self._loop.call_soon_threadsafe(self._after_page, actions)
 
     def page_lost(self, header: PageHeader, slot: Slot | None) -> None:
         with self._lock:

@@ -240,6 +240,7 @@ class Outgoing:
         future.add_done_callback(lambda done: self._sent(done, page, began))
 
     def _sent(self, future: asyncio.Future[None], page: _Page, began: float) -> None:
+        full = len(self._sending) >= MAX_SENDING
         self._sending.discard(future)
         last = self.trace.wire[-1][1] if self.trace.wire else began
         page.free()
@@ -248,8 +249,9 @@ class Outgoing:
         elif not future.cancelled():
             span = (max(began, last), time.monotonic(), page.header.payload_bytes)
             self.trace.page(page.header.component, span)
-        self._do(self.machine.page_done())
-        self._wake.set()
+        actions = self.machine.page_done()
+        if actions or full:  # otherwise the pump waits for credit or a page, and this is neither
+            self._do(actions)
 
     def _timings(self) -> dict[str, float]:
         """Figures for the decoder, in seconds after GRANT reached this host, and plain sizes."""

@@ -20,6 +20,7 @@ from zerocopy.handoff.coverage import Coverage, Rectangle
 from zerocopy.handoff.errors import LocalProtocolError, RemoteProtocolError
 from zerocopy.handoff.messages import MAX_PAGES, ComponentManifest, Manifest
 
+_BOUND: Final = ("handoff", "identity", "epoch", "schema version", "position planes", "codec")
 _ENTRY: Final = struct.Struct(">HHIIQ")  # big endian: byte order of entries is address order
 
 
@@ -62,7 +63,9 @@ class Ledger:
     ) -> None:
         self._schema = schema
         self._tokens = tokens
-        self._binding = binding
+        self._bound = (
+            binding.handoff_id, binding.identity, binding.epoch, schema.version, schema.position_planes, Codec.NONE
+        )  # fmt: skip
         self._next = [0] * sources
         self._parts = {c: _Part(_spec(schema, c), tokens) for c in required}
         self.pages = 0
@@ -138,18 +141,21 @@ class Ledger:
             _compare(mine, theirs)
 
     def _check_binding(self, header: PageHeader) -> None:
-        bound = self._binding
-        pairs: tuple[tuple[str, object, object], ...] = (
-            ("handoff", header.handoff_id.hex(), bound.handoff_id.hex()),
-            ("identity", header.identity.hex(), bound.identity.hex()),
-            ("epoch", header.epoch, bound.epoch),
-            ("schema version", header.schema_version, self._schema.version),
-            ("position planes", header.position_planes, self._schema.position_planes),
-            ("codec", header.codec.name, Codec.NONE.name),
+        found = (
+            header.handoff_id,
+            header.identity,
+            header.epoch,
+            header.schema_version,
+            header.position_planes,
+            header.codec,
         )
-        for name, theirs, mine in pairs:
+        if found == self._bound:  # once per page: names and hex are for the one that is wrong
+            return
+        for name, theirs, mine in zip(_BOUND, found, self._bound, strict=True):
             if theirs != mine:
-                raise RemoteProtocolError("page-foreign", f"{header.address}: {name} is {theirs}, expected {mine}")
+                a, b = (value.hex() if isinstance(value, bytes) else getattr(value, "name", value)
+                        for value in (theirs, mine))  # fmt: skip
+                raise RemoteProtocolError("page-foreign", f"{header.address}: {name} is {a}, expected {b}")
 
     def _check_address(self, header: PageHeader) -> _Part:
         part = self._parts.get(header.component)

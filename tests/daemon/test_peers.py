@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import uvloop
+
+from tests.daemon.wires import Peer, Refuses, endpoint, joined, keys, until
+from transport.keys import KeyStore
+from transport.link import Link, PageSink
+from transport.tcp import TcpEndpoint
+from zerocopy.daemon import peers as module
+from zerocopy.daemon.peers import Peers
+from zerocopy.handoff.components import Identity
+from zerocopy.handoff.messages import Abort, AnyMessage, Hello, encode
+
+IDENTITY = Identity("m", "t", "llama", "f16/f16", "on", "e", "s", "x")
+ABORT = Abort(handoff_id=b"h" * 16, epoch=0, reason="cancelled", message="")
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_REDIAL_S", 0.01)
+    monkeypatch.setattr(module, "MAX_REDIAL_S", 0.05)
+
+
+class Node:
+    """One host: `Peers`, its listener and its endpoint."""
+
+    def __init__(self, name: str, store: KeyStore, addresses: dict[str, tuple[str, ...]] | None = None) -> None:
+        self.name = name
+        self.hello = Hello(
+            boot_id=name.encode().ljust(16, b"-"),
+            name=name,
+            roles=("prefill",),
+            addresses=(),
+            transports=("tcp",),
+            identity=IDENTITY,
+        )
+        self.messages: list[AnyMessage] = []
+        self.lost: list[str] = []
+        self.peers = Peers(addresses or {}, lambda: self.hello, self)
+        self.endpoint: TcpEndpoint = endpoint(store, self.peers)
+        self._dialling: asyncio.Task[None] | None = None
+
+    def dial(self) -> None:
+        self._dialling = asyncio.create_task(self.peers.dial(self.endpoint))
+
+    async def close(self) -> None:
+        if self._dialling is not None:
+            self._dialling.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._dialling
+        await self.endpoint.close()
+
+    def knows(self, name: str) -> bool:
+        return any(peer.name == name and peer.hello is not None for peer in self.peers.all())
+
+    def obstacle(self, name: str, identity: Identity = IDENTITY) -> str | None:
+        (found,) = [p.obstacle for p in self.peers.prefillers(identity) if p.name == name]
+        return found
+
+    # -- LinkListener
+
+    def sink(self, link: Link) -> PageSink:
+        return Refuses()
+
+    def peer_message(self, link: Link, message: AnyMessage) -> None:
+        self.messages.append(message)
+
+    def link_lost(self, link: Link, reason: str) -> None:
+        self.lost.append(reason)
+
+
+@contextlib.asynccontextmanager
+async def nodes(*some: Node) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        for node in some:
+            await node.close()
+
+
+def test_both_sides_say_hello_and_know_each_other(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stores = keys(tmp_path, "a", "b")
+        b = Node("b", stores["b"])
+        a = Node("a", stores["a"], {"b": (await b.endpoint.listen("127.0.0.1:0"),)})
+        async with nodes(a, b):
+            a.dial()
+            await until(lambda: a.knows("b") and b.knows("a"))
+            assert (a.obstacle("b"), b.obstacle("a")) == (None, None)
+            assert a.peers.link_to("b") is not None
+            assert a.messages == b.messages == []
+
+    uvloop.run(scenario())
+
+
+def test_a_message_after_hello_reaches_the_listener(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stores = keys(tmp_path, "a", "b")
+        b = Node("b", stores["b"])
+        a = Node("a", stores["a"], {"b": (await b.endpoint.listen("127.0.0.1:0"),)})
+        async with nodes(a, b):
+            a.dial()
+            await until(lambda: a.knows("b") and b.knows("a"))
+            link = a.peers.link_to("b")
+            assert link is not None
+            link.send(encode(ABORT))
+            await until(lambda: b.messages == [ABORT])
+
+    uvloop.run(scenario())
+
+
+@pytest.mark.parametrize("sent", [encode(ABORT), b"\x01garbage", b"\x09\x80"])
+def test_anything_before_hello_closes_the_link(tmp_path: Path, sent: bytes) -> None:
+    """X1: nothing is done for a peer that has not said what it is."""
+
+    async def scenario() -> None:
+        stranger, node = Peer(), Node("b", keys(tmp_path / "unused", "b")["b"])
+        async with joined(tmp_path, stranger, node.peers) as link:
+            link.send(sent)
+            await until(lambda: node.lost)
+            assert node.messages == []
+        await node.close()
+
+    uvloop.run(scenario())
+
+
+def test_a_message_that_breaks_the_protocol_closes_the_link(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        peer, node = Peer(), Node("b", keys(tmp_path / "unused", "b")["b"])
+        async with joined(tmp_path, peer, node.peers) as link:
+            link.send(encode(msgspec.structs.replace(node.hello, name="a")))
+            await until(lambda: node.knows("a"))
+            link.send(b"\x01\xc1")
+            await until(lambda: peer.closed)
+            assert peer.closed == ["peer-closed/message"]
+        await node.close()
+
+    uvloop.run(scenario())
+
+
+def test_an_absent_peer_is_named_with_the_reason_and_dialled_until_it_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        stores = keys(tmp_path, "a", "b")
+        first = Node("b", stores["b"])
+        address = await first.endpoint.listen("127.0.0.1:0")
+        await first.close()
+        a = Node("a", stores["a"], {"b": (address,)})
+        with caplog.at_level(logging.WARNING):
+            a.dial()
+            await until(lambda: "cannot be reached" in (a.obstacle("b") or ""))
+            await asyncio.sleep(0.2)
+        assert caplog.text.count("cannot reach peer") == 1, "one line per reason, not one per try"
+        late = Node("b", stores["b"])
+        async with nodes(a, late):
+            await late.endpoint.listen(address)
+            await until(lambda: a.knows("b"))
+
+    uvloop.run(scenario())
+
+
+def test_a_peer_that_restarts_is_found_again_under_its_new_boot(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stores = keys(tmp_path, "a", "b")
+        b = Node("b", stores["b"])
+        address = await b.endpoint.listen("127.0.0.1:0")
+        a = Node("a", stores["a"], {"b": (address,)})
+        a.dial()
+        await until(lambda: a.knows("b"))
+        await b.close()
+        await until(lambda: a.lost)
+        assert "link closed" in (a.obstacle("b") or "")
+        again = Node("b", stores["b"])
+        again.hello = msgspec.structs.replace(again.hello, boot_id=b"another boot id.")
+        async with nodes(a, again):
+            await again.endpoint.listen(address)
+            await until(lambda: a.knows("b"))
+            assert a.obstacle("b") is None
+            (peer,) = a.peers.all()
+            assert peer.hello is not None
+            assert peer.hello.boot_id == b"another boot id."
+
+    uvloop.run(scenario())
+
+
+def test_a_new_boot_id_ends_the_links_of_the_old_one_at_once(tmp_path: Path) -> None:
+    """The old process may be gone without a word: nothing of it may be waited for."""
+
+    async def scenario() -> None:
+        stores = keys(tmp_path, "a", "b")
+        a = Node("a", stores["a"])
+        address = await a.endpoint.listen("127.0.0.1:0")
+        old, new = Node("b", stores["b"]), Node("b", stores["b"])
+        new.hello = msgspec.structs.replace(new.hello, boot_id=b"another boot id.")
+        async with nodes(a, old, new):
+            await old.endpoint.connect("a", address)
+            await until(lambda: a.knows("b"))
+            await new.endpoint.connect("a", address)
+            await until(lambda: a.lost == ["peer-restarted"])
+            await until(lambda: old.lost == ["peer-closed/peer-restarted"])
+            assert a.obstacle("b") is None
+
+    uvloop.run(scenario())
+
+
+def test_two_links_of_one_boot_live_side_by_side_and_the_newest_is_used(tmp_path: Path) -> None:
+    """Both hosts may dial each other."""
+
+    async def scenario() -> None:
+        stores = keys(tmp_path, "a", "b")
+        a, b = Node("a", stores["a"]), Node("b", stores["b"])
+        to_a = await a.endpoint.listen("127.0.0.1:0")
+        to_b = await b.endpoint.listen("127.0.0.1:0")
+        async with nodes(a, b):
+            first = await a.endpoint.connect("b", to_b)
+            await until(lambda: a.knows("b"))
+            await b.endpoint.connect("a", to_a)
+            await until(lambda: len(a.peers.all()[0].links) == 2)
+            newest = a.peers.link_to("b")
+            assert newest is not first
+            assert newest is not None
+            newest.close("test")
+            await until(lambda: a.peers.link_to("b") is first)
+            assert a.obstacle("b") is None, "what it said on the other link still holds"
+
+    uvloop.run(scenario())
+
+
+def test_a_change_is_announced_to_every_peer(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stores = keys(tmp_path, "a", "b")
+        b = Node("b", stores["b"])
+        a = Node("a", stores["a"], {"b": (await b.endpoint.listen("127.0.0.1:0"),)})
+        async with nodes(a, b):
+            a.dial()
+            await until(lambda: a.knows("b"))
+            b.hello = msgspec.structs.replace(b.hello, identity=None)
+            b.peers.announce()
+            await until(lambda: a.obstacle("b") == "its engine is not up")
+
+    uvloop.run(scenario())
+
+
+def test_every_obstacle_is_a_sentence(tmp_path: Path) -> None:
+    """L5."""
+
+    async def scenario() -> None:
+        stores = keys(tmp_path, "a", "b")
+        b = Node("b", stores["b"])
+        a = Node("a", stores["a"], {"b": (await b.endpoint.listen("127.0.0.1:0"),)})
+        async with nodes(a, b):
+            assert a.obstacle("b") == "not connected yet"
+            a.dial()
+            await until(lambda: a.knows("b"))
+            other = msgspec.structs.replace(IDENTITY, kv_type="q8_0/q8_0")
+            assert "q8_0/q8_0" in (a.obstacle("b", other) or "")
+            assert "f16/f16" in (a.obstacle("b", other) or "")
+            b.hello = msgspec.structs.replace(b.hello, roles=("decode", "sings"))
+            b.peers.announce()
+            await until(lambda: a.obstacle("b") == "its roles are decode, sings, not prefill")
+
+    uvloop.run(scenario())
+
+
+def test_a_peer_without_an_address_is_not_dialled_but_may_dial(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stores = keys(tmp_path, "a", "b")
+        a = Node("a", stores["a"], {"b": ()})
+        b = Node("b", stores["b"], {"a": (await a.endpoint.listen("127.0.0.1:0"),)})
+        async with nodes(a, b):
+            a.dial()
+            b.dial()
+            await until(lambda: a.knows("b"))
+
+    uvloop.run(scenario())
+
+
+def test_the_second_address_is_tried_when_the_first_is_dead(tmp_path: Path) -> None:
+    """T6."""
+
+    async def scenario() -> None:
+        stores = keys(tmp_path, "a", "b")
+        b, gone = Node("b", stores["b"]), Node("b", stores["b"])
+        dead = await gone.endpoint.listen("127.0.0.1:0")
+        await gone.close()
+        a = Node("a", stores["a"], {"b": (dead, await b.endpoint.listen("127.0.0.1:0"))})
+        async with nodes(a, b):
+            a.dial()
+            await until(lambda: a.knows("b"))
+
+    uvloop.run(scenario())
+
+
+def test_a_peer_whose_key_is_not_trusted_does_not_keep_others_from_being_dialled(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stores = keys(tmp_path, "a", "b")
+        b = Node("b", stores["b"])
+        address = await b.endpoint.listen("127.0.0.1:0")
+        a = Node("a", stores["a"], {"nobody": (address,), "b": (address,)})
+        async with nodes(a, b):
+            a.dial()
+            await until(lambda: a.knows("b"))
+            await until(lambda: a.obstacle("nobody") != "not connected yet")
+            assert "nobody" in (a.obstacle("nobody") or "")
+
+    uvloop.run(scenario())
+
+
+def test_a_decode_peer_is_one_whose_engine_is_up(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stores = keys(tmp_path, "a", "b")
+        b = Node("b", stores["b"])
+        a = Node("a", stores["a"], {"b": (await b.endpoint.listen("127.0.0.1:0"),)})
+        async with nodes(a, b):
+            a.dial()
+            await until(lambda: a.knows("b"))
+            assert a.peers.decoder() is None
+            b.hello = msgspec.structs.replace(b.hello, roles=("prefill", "decode"))
+            b.peers.announce()
+            await until(lambda: a.peers.decoder() is not None)
+            b.hello = msgspec.structs.replace(b.hello, identity=None)
+            b.peers.announce()
+            await until(lambda: a.peers.decoder() is None)
+
+    uvloop.run(scenario())
