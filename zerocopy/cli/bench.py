@@ -18,7 +18,7 @@ from zerocopy.cli.screen import CliError, ExitCode, bytes_text, pairs, show, sho
 app = typer.Typer(
     name="bench",
     no_args_is_help=True,
-    help="Measure this machine and its links: pages on the wire, the ring, the path.",
+    help="Measure this machine and its links, and servers under load.",
 )
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
