@@ -1,5 +1,10 @@
 """Only here because setuptools takes cffi's build list from setup.py; everything else is in pyproject.toml."""
 
+import runpy
+
 from setuptools import setup
 
-setup(cffi_modules=["native/build_ring.py:ffibuilder"])
+modules = ["native/build_ring.py:ffibuilder"]
+if runpy.run_path("native/build_quic.py")["BACKEND"] is not None:  # optional: without ngtcp2, links use TCP
+    modules.append("native/build_quic.py:ffibuilder")
+setup(cffi_modules=modules)

@@ -18,6 +18,7 @@ import msgspec
 
 from transport.address import parse
 from transport.link import LinkError
+from transport.quic_choice import split_scheme
 
 Role = Literal["prefill", "decode", "prefill+decode"]
 Placement = Literal["local", "disaggregated"]
@@ -96,7 +97,8 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         dict[str, tuple[str, ...]],
         _setting(
             "Network",
-            "A peer to connect to, by the name its key is trusted under. Repeat for more peers or addresses.",
+            "A peer to connect to, by the name its key is trusted under; quic://HOST:PORT for QUIC. Repeat for more "
+            "peers or addresses.",
             flag="--peer",
             metavar="NAME=HOST:PORT",
             default="none",
@@ -404,7 +406,7 @@ def _complete(config: DaemonConfig) -> DaemonConfig:
     for name, many in config.peers.items():
         if not many:
             raise ConfigError(f'peer {name} has no address: write {name} = "HOST:PORT" under [peers]')
-        addresses += [(f"peer {name}", address) for address in many]
+        addresses += [(f"peer {name}", split_scheme(address)[1]) for address in many]
     for name, address in addresses:
         _check_address(name, address)
     if config.page_tokens > config.chunk_tokens or config.chunk_tokens % config.page_tokens:

@@ -20,6 +20,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from transport.quic_choice import INSTALL, SCHEME, built
 from zerocopy.cli.hosts import Answer, Host, Hosts, smollm2
 from zerocopy.cli.screen import CliError, ExitCode, bytes_text, note, pairs, show, show_json, table
 from zerocopy.cli.timeline import timeline
@@ -65,13 +66,15 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def demo(
-    transport: Annotated[Literal["tcp"], typer.Option(help="How the state travels.")] = "tcp",
+    transport: Annotated[Literal["tcp", "quic"], typer.Option(help="How the state travels.")] = "tcp",
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Run two hosts here: one reads the prompt, the other continues it. Shows what moved, when, and that it is exact.
 
     Exits with 1 unless logits, tokens and state are equal to those of a local run, bit for bit.
     """
+    if transport == "quic" and not built():
+        raise CliError(f"this host was built without QUIC: {INSTALL}")
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="zc-demo-"))
     try:
@@ -110,7 +113,8 @@ def _run_part(folder: Path, model: Path, prompt: str | list[int], transport: str
     flags = ["--model", str(model), *ENGINE_FLAGS, "--allow-proofs", "--log-level", "warning"]
     with Hosts(folder) as hosts:
         prefiller = hosts.add("prefiller", ["--role", "prefill", *flags])
-        decoder = hosts.add("decoder", ["--role", "decode", *flags], peers=[prefiller])
+        dial = f"prefiller={SCHEME if transport == 'quic' else ''}{prefiller.address}"
+        decoder = hosts.add("decoder", ["--role", "decode", *flags, "--peer", dial])
         for host in (prefiller, decoder):
             host.start()
         prefiller.wait_ready()

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from transport.address import parse
 from transport.link import LinkError
-from zerocopy import __version__
+from transport.quic_choice import INSTALL, built
 from zerocopy.cli.keys import Directory, open_store
 from zerocopy.cli.screen import ExitCode, bytes_text, show, show_json, table
 from zerocopy.config import DaemonConfig
@@ -137,7 +137,12 @@ def _port(name: str, address: str) -> Check:
 
 
 def _quic() -> Check:
-    return Check("QUIC", "absent", f"not in version {__version__}: links use TCP")
+    try:
+        from transport.quic_engine import engine_name
+    except ImportError as error:
+        found = "not built" if not built() else f"does not load: {error}"
+        return Check("QUIC", "absent", f"{found}: links use TCP", INSTALL)
+    return Check("QUIC", "ok", engine_name())
 
 
 def _render(checks: list[Check]) -> Table:

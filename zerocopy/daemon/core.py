@@ -52,6 +52,7 @@ class Core:
         self.telemetry = telemetry
         self.roles = tuple(config.role.split("+"))
         self.advertised: tuple[str, ...] = ()
+        self.transports: tuple[str, ...] = ("tcp",)
         self._boot_id = secrets.token_bytes(16)
         self._traces: deque[Trace] = deque(maxlen=KEPT)
         self._draining = False
@@ -221,7 +222,7 @@ class Core:
             name=self.config.name,
             roles=self.roles,
             addresses=self.advertised,
-            transports=("tcp",),
+            transports=self.transports,
             identity=self.worker.facts.identity if self.worker.facts else None,
         )
 

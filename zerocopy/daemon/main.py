@@ -13,7 +13,8 @@ import uvloop
 from aiohttp import web
 
 from transport.keys import KeyStore
-from transport.link import LinkError
+from transport.link import LinkError, LinkOwner
+from transport.quic_choice import BothEndpoints, built
 from transport.tcp import TcpEndpoint
 from zerocopy.config import DaemonConfig
 from zerocopy.daemon.core import Core
@@ -37,7 +38,8 @@ async def serve(config: DaemonConfig, worker_command: Sequence[str] = WORKER_COM
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     core = Core(config, Telemetry(config.peers), worker_command)
-    endpoint = TcpEndpoint(KeyStore(config.keys), core.peers, streams=config.streams)
+    endpoint = _endpoints(config, core.peers)
+    core.transports = endpoint.transports
     try:
         front = await _bind(config, core, endpoint)
     except (OSError, LinkError) as error:
@@ -63,7 +65,17 @@ async def serve(config: DaemonConfig, worker_command: Sequence[str] = WORKER_COM
     return EXIT_OK
 
 
-async def _bind(config: DaemonConfig, core: Core, endpoint: TcpEndpoint) -> web.AppRunner:
+def _endpoints(config: DaemonConfig, owner: LinkOwner) -> BothEndpoints:
+    keys = KeyStore(config.keys)
+    tcp = TcpEndpoint(keys, owner, streams=config.streams)
+    if not built():
+        return BothEndpoints(tcp, None)
+    from transport.quic import QuicEndpoint
+
+    return BothEndpoints(tcp, QuicEndpoint(keys, owner))
+
+
+async def _bind(config: DaemonConfig, core: Core, endpoint: BothEndpoints) -> web.AppRunner:
     """Both doors open, or an error that names the address."""
     try:
         bound = await endpoint.listen(config.listen)

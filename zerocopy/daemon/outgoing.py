@@ -222,7 +222,7 @@ class Outgoing:
             if header.sequence == turn:
                 self._parts.popleft()
                 return _Page(header, part.header, lease.slab.view(part.offset, part.nbytes), None)
-        if self._prefilled is not None and turn < self._prefilled.pages and not self._parts:
+        if self._prefilled is not None and turn < self._prefilled.pages:
             # Everything is exported and still the page whose turn it is does not exist: an exporter left one out.
             raise HandoffError("page-missing", f"the exporter left out page {turn} of {self._prefilled.pages}")
         return None
@@ -367,6 +367,9 @@ class OutgoingService:
             return False
         handoff.message(message)
         return True
+
+    def uses(self, link: Link) -> bool:
+        return any(handoff.link is link for handoff in self._handoffs.values())
 
     def link_lost(self, link: Link, reason: str) -> None:
         for handoff in list(self._handoffs.values()):

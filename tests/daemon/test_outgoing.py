@@ -1,0 +1,775 @@
+"""The prefiller's side over a real link. The decoder is a peer that says what the test tells it to say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import uvloop
+
+from tests.daemon.wires import Peer, Refuses, joined, until
+from tests.daemon.worker_double import FACTS, PROMPT, Page, WorkerDouble, state_pages
+from transport.link import Link, PageSink
+from zerocopy.daemon import outgoing as module
+from zerocopy.daemon.memory import SharedMemory
+from zerocopy.daemon.outgoing import OutgoingService
+from zerocopy.daemon.trace import Trace
+from zerocopy.handoff.components import HEADER_BYTES, Component, PageHeader, record_bytes
+from zerocopy.handoff.errors import HandoffError
+from zerocopy.handoff.messages import (
+    Abort,
+    CommitAck,
+    Credit,
+    Grant,
+    Manifest,
+    Prefill,
+    Reject,
+    Reserve,
+    decode,
+    pack_tokens,
+)
+from zerocopy.worker import protocol as p
+
+SEED = 12345
+RING = 1 << 16
+
+
+class Landed:
+    def __init__(self, sink: Pages, header: bytes, size: int) -> None:
+        self._sink = sink
+        self._header = header
+        self.view = memoryview(bytearray(size))
+
+    def publish(self) -> None:
+        self._sink.gate.wait(5)
+        self._sink.landed.append(Page(PageHeader.unpack(self._header), bytes(self.view)))
+
+    def discard(self) -> None:
+        self._sink.discarded += 1
+
+
+class Pages:
+    """Takes every page; with the gate closed none is ever acknowledged."""
+
+    def __init__(self) -> None:
+        self.landed: list[Page] = []
+        self.discarded = 0
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def claim(self, header: bytes, payload_bytes: int) -> Landed:
+        return Landed(self, header, payload_bytes)
+
+
+class Prefiller:
+    """The host under test: the service, its worker's double and its memory."""
+
+    def __init__(self, rings: int = 2) -> None:
+        self.memory = SharedMemory(export=True, landing=False, rings=rings, ring_bytes=RING)
+        self.worker = WorkerDouble(self.memory)
+        self.traces: list[Trace] = []
+        self.errors: list[str] = []
+        self.service = OutgoingService(self.worker, self.memory, self.traces.append)  # type: ignore[arg-type]
+
+    def link_opened(self, link: Link) -> PageSink:
+        return Refuses()
+
+    def link_message(self, link: Link, message: bytes) -> None:
+        decoded = decode(message)
+        try:
+            if isinstance(decoded, Prefill):
+                self.service.prefill(link, decoded)
+            else:
+                self.service.message(link, decoded)  # type: ignore[arg-type]
+        except HandoffError as error:
+            self.errors.append(error.reason)
+
+    def link_closed(self, link: Link, reason: str) -> None:
+        self.service.link_lost(link, reason)
+
+    def nothing_held(self) -> bool:
+        return self.service.running == 0 and self.memory.reserved_bytes() == 0 and not self.worker.jobs
+
+
+class Stage:
+    """One handoff after the other, driven from the decoder's side."""
+
+    def __init__(self, host: Prefiller, decoder: Peer, sink: Pages) -> None:
+        self.host = host
+        self.decoder = decoder
+        self.sink = sink
+        self.id = b""
+        self.first: bytes | None = None  # one that has the lane while `id` waits for it
+        self.grant: Grant | None = None
+        self.count = 0
+
+    def ask(self, **changes: Any) -> bytes:
+        self.id = secrets.token_bytes(16)
+        prefill = Prefill(
+            handoff_id=self.id,
+            identity=FACTS.identity,
+            prompt=pack_tokens(PROMPT),
+            tenant="",
+            queue_deadline_s=20.0,
+            probe=True,
+        )
+        self.decoder.say(msgspec.structs.replace(prefill, **changes))
+        return self.id
+
+    async def reserved(self, handoff_id: bytes | None = None) -> Reserve:
+        wanted = handoff_id or self.id
+        await until(lambda: any(r.handoff_id == wanted for r in self.decoder.all(Reserve)))
+        reserves: list[Reserve] = self.decoder.all(Reserve)
+        return next(r for r in reserves if r.handoff_id == wanted)
+
+    async def granted(self, **changes: Any) -> p.Prefill:
+        """Up to the worker's task."""
+        await self.reserved()
+        grant = Grant(handoff_id=self.id, epoch=7, credit=RING // 2, seed=SEED, deadline_s=20.0)
+        self.grant = msgspec.structs.replace(grant, **changes)
+        self.decoder.say(self.grant)
+        self.count += 1
+        return await self.host.worker.got(p.Prefill, self.count)
+
+    @property
+    def pages(self) -> list[Page]:
+        assert self.grant is not None
+        return state_pages(self.id, self.grant)
+
+    async def arrived(self, count: int) -> list[Page]:
+        await until(lambda: len(self.sink.landed) >= count)
+        return self.sink.landed
+
+    async def streamed(self) -> p.Prefill:
+        """Up to the manifest."""
+        task = await self.granted()
+        self.host.worker.export_all(task, self.pages)
+        await self.arrived(len(self.pages))
+        await until(lambda: any(m.handoff_id == self.id for m in self.decoder.all(Manifest)))
+        return task
+
+    async def committed(self) -> None:
+        """The whole way."""
+        self.ask()
+        self.sink.landed.clear()
+        await self.streamed()
+        self.decoder.say(CommitAck(handoff_id=self.id, epoch=7))
+        await until(self.host.nothing_held)
+        assert self.host.traces[-1].outcome == "committed"
+
+    async def failed(self, reason: str) -> Trace:
+        """It ends, with everything given back; and the next one works."""
+        await until(self.host.nothing_held)
+        trace = next(t for t in self.host.traces if t.handoff == self.id.hex())
+        assert (trace.outcome, trace.reason) == ("aborted", reason)
+        return trace
+
+    def aborts(self) -> list[str]:
+        return [abort.reason for abort in self.decoder.all(Abort) if abort.handoff_id == self.id]
+
+
+@contextlib.asynccontextmanager
+async def staged(folder: Path, **options: int) -> AsyncIterator[Stage]:
+    host, sink = Prefiller(**options), Pages()
+    decoder = Peer(sink)
+    async with joined(folder, decoder, host):
+        stage = Stage(host, decoder, sink)
+        yield stage
+        sink.gate.set()
+        await host.service.stop()
+        assert host.nothing_held()
+        assert not host.worker.killed
+    host.worker.close()
+    host.memory.close()
+
+
+# -- the whole way
+
+
+def test_a_state_leaves_page_by_page_in_order_and_is_forgotten_once_committed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.ask()
+            reserve = await stage.reserved()
+            assert (reserve.tokens, reserve.identity) == (69, FACTS.identity)
+            task = await stage.streamed()
+            assert stage.sink.landed == stage.pages
+            assert (task.tokens, task.epoch, task.seed, task.probe) == (PROMPT, 7, SEED, True)
+            assert stage.host.memory.reserved_bytes() > 0, "kept until the decoder has it (H4)"
+            assert not stage.host.worker.all(p.Release)
+            stage.decoder.say(CommitAck(handoff_id=stage.id, epoch=7))
+            await until(stage.host.nothing_held)
+            assert [m.job for m in stage.host.worker.all(p.Release)] == [task.job]
+            (trace,) = stage.host.traces
+            assert (trace.outcome, trace.reason) == ("committed", "committed")
+            assert sum(trace.component_pages.values()) == len(stage.pages)
+            assert not stage.aborts()
+
+    uvloop.run(scenario())
+
+
+def test_the_manifest_counts_what_was_sent_and_brings_the_sources_figures(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.ask()
+            await stage.streamed()
+            (manifest,) = stage.decoder.all(Manifest)
+            assert sum(entry.pages for entry in manifest.components) == len(stage.pages)
+            assert sum(entry.nbytes for entry in manifest.components) == sum(len(page.payload) for page in stage.pages)
+            assert manifest.position == 68
+            assert {"prefilled", "export_busy_s", "chunks"} <= manifest.timings.keys()
+            stage.decoder.say(CommitAck(handoff_id=stage.id, epoch=7))
+
+    uvloop.run(scenario())
+
+
+def test_one_handoff_after_another_uses_the_same_memory(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path, rings=1) as stage:
+            for _ in range(4):
+                await stage.committed()
+
+    uvloop.run(scenario())
+
+
+def test_ring_pages_wait_for_the_snapshot_whose_turn_it_is(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.ask()
+            task = await stage.granted()
+            pages = stage.pages
+            for page in pages:
+                if not page.in_slab:
+                    stage.host.worker.export(task, page)
+            await stage.arrived(5)
+            await asyncio.sleep(0.05)
+            assert stage.sink.landed == pages[:5], "the KV pages; token history and probe come after the snapshot"
+            stage.host.worker.snapshot(task, [page for page in pages if page.in_slab])
+            stage.host.worker.prefilled(task, len(pages))
+            assert await stage.arrived(len(pages)) == pages
+            stage.decoder.say(CommitAck(handoff_id=stage.id, epoch=7))
+
+    uvloop.run(scenario())
+
+
+def test_pages_leave_while_prefill_still_runs(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.ask()
+            task = await stage.granted()
+            for number, page in enumerate(stage.pages[:5], 1):
+                stage.host.worker.export(task, page)
+                await stage.arrived(number)
+            stage.decoder.say(Abort(handoff_id=stage.id, epoch=7, reason="cancelled", message=""))
+
+    uvloop.run(scenario())
+
+
+# -- credit and other bounds
+
+
+def test_no_page_leaves_without_credit_and_each_leaves_as_soon_as_there_is(tmp_path: Path) -> None:
+    """H5."""
+
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.ask()
+            await stage.reserved()
+            cost = record_bytes(Component.ATTENTION_KV, 40 + 2 * (12 + 16 * 96))
+            task = await stage.granted(credit=cost * 2)
+            stage.host.worker.export_all(task, stage.pages)
+            await stage.arrived(2)
+            await asyncio.sleep(0.05)
+            assert len(stage.sink.landed) == 2
+            stage.decoder.say(Credit(handoff_id=stage.id, epoch=7, limit=cost * 3))
+            await stage.arrived(3)
+            await asyncio.sleep(0.05)
+            assert len(stage.sink.landed) == 3
+            stage.decoder.say(Credit(handoff_id=stage.id, epoch=7, limit=cost * 30))
+            assert await stage.arrived(len(stage.pages)) == stage.pages
+            stage.decoder.say(CommitAck(handoff_id=stage.id, epoch=7))
+
+    uvloop.run(scenario())
+
+
+def test_a_page_that_no_credit_will_ever_cover_ends_the_handoff(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.ask()
+            task = await stage.granted(credit=1000)
+            stage.host.worker.export(task, stage.pages[0])
+            await stage.failed("page-too-large")
+            assert stage.aborts() == ["page-too-large"]
+            await stage.committed()
+
+    uvloop.run(scenario())
+
+
+def test_the_link_is_never_given_more_pages_than_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_SENDING", 2)
+
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.sink.gate.clear()
+            stage.ask()
+            task = await stage.granted()
+            stage.host.worker.export_all(task, stage.pages)
+            (handoff,) = stage.host.service._handoffs.values()
+            await until(lambda: len(handoff._sending) == 2)
+            await asyncio.sleep(0.05)
+            assert len(handoff._sending) == 2
+            stage.sink.gate.set()
+            assert await stage.arrived(len(stage.pages)) == stage.pages
+            stage.decoder.say(CommitAck(handoff_id=stage.id, epoch=7))
+
+    uvloop.run(scenario())
+
+
+def test_the_lane_serves_one_prompt_at_a_time_in_arrival_order(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            ids = [stage.ask() for _ in range(3)]
+            for handoff_id in ids:
+                await stage.reserved(handoff_id)
+                await asyncio.sleep(0.02)
+                assert [r.handoff_id for r in stage.decoder.all(Reserve)] == ids[: ids.index(handoff_id) + 1]
+                stage.decoder.say(Reject(handoff_id=handoff_id, reason="no-memory", message="no ring"))
+            await until(stage.host.nothing_held)
+
+    uvloop.run(scenario())
+
+
+# -- endings, at every stage
+
+End = Callable[[Stage], Awaitable[None]]
+
+
+async def _queued(stage: Stage) -> None:
+    stage.first = stage.ask()
+    await stage.reserved()
+    stage.ask()
+    await until(lambda: stage.host.service.running == 2)
+
+
+async def _reserved(stage: Stage) -> None:
+    stage.ask()
+    await stage.reserved()
+
+
+async def _granted(stage: Stage) -> None:
+    stage.ask()
+    await stage.granted()
+
+
+async def _sending(stage: Stage) -> None:
+    """Pages are with the link, which still reads them."""
+    stage.sink.gate.clear()
+    stage.ask()
+    task = await stage.granted()
+    stage.host.worker.export_all(task, stage.pages)
+    (handoff,) = stage.host.service._handoffs.values()
+    await until(lambda: len(handoff._sending) > 2)
+
+
+async def _starved(stage: Stage) -> None:
+    """A page waits for credit."""
+    stage.ask()
+    task = await stage.granted(credit=4000)
+    stage.host.worker.export_all(task, stage.pages)
+    await stage.arrived(1)
+
+
+async def _sealed(stage: Stage) -> None:
+    stage.ask()
+    await stage.streamed()
+
+
+STAGES = pytest.mark.parametrize(
+    "reach", [_queued, _reserved, _granted, _sending, _starved, _sealed], ids=lambda f: f.__name__.strip("_")
+)
+ONCE_GRANTED = pytest.mark.parametrize(
+    "reach", [_granted, _sending, _starved, _sealed], ids=lambda f: f.__name__.strip("_")
+)
+
+
+@STAGES
+def test_an_abort_of_the_decoder_frees_everything(tmp_path: Path, reach: End) -> None:
+    """H7."""
+
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            await reach(stage)
+            epoch = 7 if stage.grant else 0
+            stage.decoder.say(Abort(handoff_id=stage.id, epoch=epoch, reason="cancelled", message="client is gone"))
+            if stage.first is not None:
+                await until(lambda: stage.host.service.running == 1)
+                stage.decoder.say(Reject(handoff_id=stage.first, reason="no-memory", message="no ring"))
+            await asyncio.sleep(0.02)
+            stage.sink.gate.set()
+            await stage.failed("cancelled")
+            assert not stage.aborts(), "an abort is not answered by one"
+            await stage.committed()
+
+    uvloop.run(scenario())
+
+
+@STAGES
+def test_a_lost_link_frees_everything(tmp_path: Path, reach: End) -> None:
+    """G8. The peer closes it, which gives a reason that is no slug."""
+
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            await reach(stage)
+            stage.decoder.link.close("test")
+            await asyncio.sleep(0.02)
+            stage.sink.gate.set()
+            await stage.failed("link-lost")
+
+    uvloop.run(scenario())
+
+
+@STAGES
+def test_stopping_the_daemon_tells_the_decoder_and_frees_everything(tmp_path: Path, reach: End) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            await reach(stage)
+            stopping = asyncio.create_task(stage.host.service.stop())
+            await asyncio.sleep(0.02)
+            stage.sink.gate.set()
+            await stopping
+            await stage.failed("shutdown")
+            await until(lambda: stage.aborts() == ["shutdown"])
+
+    uvloop.run(scenario())
+
+
+@ONCE_GRANTED
+def test_an_ending_that_is_itself_cancelled_still_frees_everything(tmp_path: Path, reach: End) -> None:
+    """The daemon stops while a handoff is giving its memory back."""
+
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            await reach(stage)
+            stage.host.worker.drops = False
+            stage.decoder.say(Abort(handoff_id=stage.id, epoch=7, reason="cancelled", message=""))
+            stage.sink.gate.set()
+            release = await stage.host.worker.got(p.Release)
+            stopping = asyncio.create_task(stage.host.service.stop())
+            await asyncio.sleep(0.02)
+            assert stage.host.memory.reserved_bytes() > 0, "the worker may still write"
+            stage.host.worker.say(p.Dropped(release.job))
+            await stopping
+            await stage.failed("cancelled")
+
+    uvloop.run(scenario())
+
+
+@ONCE_GRANTED
+def test_a_job_that_fails_ends_the_handoff_with_the_engines_reason(tmp_path: Path, reach: End) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            await reach(stage)
+            job = stage.host.worker.all(p.Prefill)[-1].job
+            stage.host.worker.say(p.Failed(job, "token-range", "a token is outside the vocabulary"))
+            await asyncio.sleep(0.02)
+            stage.sink.gate.set()
+            await stage.failed("token-range")
+            assert stage.aborts() == ["token-range"]
+            await stage.committed()
+
+    uvloop.run(scenario())
+
+
+@ONCE_GRANTED
+def test_a_worker_that_dies_ends_the_handoff(tmp_path: Path, reach: End) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            await reach(stage)
+            stage.host.worker.lose()
+            stage.host.memory.recover()
+            await asyncio.sleep(0.02)
+            stage.sink.gate.set()
+            await stage.failed("worker-lost")
+            assert stage.aborts() == ["worker-lost"]
+            stage.host.worker.facts = FACTS
+            await stage.committed()
+
+    uvloop.run(scenario())
+
+
+def test_memory_is_not_given_back_while_the_link_still_reads_it(tmp_path: Path) -> None:
+    """A page of another prompt must never go out under this one's name."""
+
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            await _sending(stage)
+            (handoff,) = stage.host.service._handoffs.values()
+            handoff.machine._page_begins()  # one more page that no link has let go of
+            stage.decoder.say(Abort(handoff_id=stage.id, epoch=7, reason="cancelled", message=""))
+            stage.sink.gate.set()
+            await until(lambda: not handoff._sending)
+            await asyncio.sleep(0.05)
+            assert stage.host.memory.reserved_bytes() > 0
+            assert not stage.host.worker.all(p.Release)
+            handoff._do(handoff.machine.page_done())
+            await stage.failed("cancelled")
+
+    uvloop.run(scenario())
+
+
+def test_a_decoder_that_does_not_answer_is_given_up_at_its_own_deadline(tmp_path: Path) -> None:
+    """And the lane goes to the next prompt."""
+
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.ask(queue_deadline_s=0.1)
+            await stage.reserved()
+            await stage.failed("queue-deadline")
+            assert stage.aborts() == ["queue-deadline"]
+            await stage.committed()
+
+    uvloop.run(scenario())
+
+
+def test_a_prompt_waits_no_longer_than_its_deadline_for_the_lane(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            first = stage.ask()
+            await stage.reserved(first)
+            stage.ask(queue_deadline_s=0.1)
+            await until(lambda: stage.aborts() == ["queue-deadline"])
+            assert [r.handoff_id for r in stage.decoder.all(Reserve)] == [first]
+            stage.decoder.say(Reject(handoff_id=first, reason="no-memory", message="no ring"))
+            await stage.failed("queue-deadline")
+            await stage.committed()
+
+    uvloop.run(scenario())
+
+
+@pytest.mark.parametrize("exported", [0, 1, 5, 11])
+def test_a_transfer_ends_at_its_deadline(tmp_path: Path, exported: int) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.ask()
+            task = await stage.granted(deadline_s=0.15)
+            if exported == 11:
+                stage.host.worker.export_all(task, stage.pages)
+            else:
+                for page in stage.pages[:exported]:
+                    stage.host.worker.export(task, page)
+            await stage.failed("transfer-deadline")
+            assert stage.aborts() == ["transfer-deadline"]
+            await stage.committed()
+
+    uvloop.run(scenario())
+
+
+# -- an exporter that is wrong
+
+
+def test_a_page_that_the_exporter_left_out_is_named(tmp_path: Path) -> None:
+    """Invariant: every component the schema requires is present, or the handoff is refused naming it."""
+
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.ask()
+            task = await stage.granted()
+            pages = [page for page in stage.pages if page.header.sequence != 3]
+            stage.host.worker.export_all(task, pages)
+            await stage.failed("page-missing")
+            assert stage.decoder.all(Abort)[-1].message == "the exporter left out page 3 of 10"
+            await stage.committed()
+
+    uvloop.run(scenario())
+
+
+def test_a_last_page_that_never_came_is_noticed_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.ask()
+            task = await stage.granted()
+            for page in stage.pages[:5]:
+                stage.host.worker.export(task, page)
+            await stage.arrived(5)
+            stage.host.worker.prefilled(task, 6)
+            await stage.failed("page-missing")
+            assert stage.decoder.all(Abort)[-1].message == "the exporter left out page 5 of 6"
+
+    uvloop.run(scenario())
+
+
+def test_a_component_that_the_exporter_forgot_is_named(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.ask()
+            task = await stage.granted()
+            for page in stage.pages[:5]:
+                stage.host.worker.export(task, page)
+            stage.host.worker.prefilled(task, 5)
+            await stage.failed("state-incomplete")
+            assert "recurrent state" in stage.decoder.all(Abort)[-1].message
+
+    uvloop.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"epoch": 8}, "page-foreign"),
+        ({"tokens": (0, 8)}, "page-size"),
+        ({"tokens": (1000, 1016)}, "page-range"),
+        ({"layers": (0, 1)}, "page-size"),
+    ],
+)
+def test_a_page_that_the_decoder_would_refuse_is_refused_here(
+    tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.ask()
+            task = await stage.granted()
+            first = stage.pages[0]
+            stage.host.worker.export(task, Page(msgspec.structs.replace(first.header, **change), first.payload))
+            await stage.failed(reason)
+            await stage.committed()
+
+    uvloop.run(scenario())
+
+
+def test_a_record_that_is_no_page_ends_the_handoff_and_gives_the_ring_back(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.ask()
+            task = await stage.granted()
+            slot = stage.host.worker.claim(task, stage.pages[0])
+            slot.view[:HEADER_BYTES] = bytes(HEADER_BYTES)
+            slot.commit()
+            await stage.failed("page-header")
+            await stage.committed()
+
+    uvloop.run(scenario())
+
+
+def test_a_snapshot_part_outside_the_slab_ends_the_handoff(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.ask()
+            task = await stage.granted()
+            for page in stage.pages[:5]:
+                stage.host.worker.export(task, page)
+            part = stage.pages[5]
+            bad = p.SlabPart(part.header.pack(), 1 << 30, len(part.payload))
+            stage.host.worker.say(p.SnapshotReady(task.job, (bad,)))
+            await stage.failed("slab-range")
+            await stage.committed()
+
+    uvloop.run(scenario())
+
+
+# -- what is not even queued
+
+
+def test_a_replayed_id_is_the_peers_fault_for_ever(tmp_path: Path) -> None:
+    """X7: ids are single-use for the life of a boot."""
+
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            await stage.committed()
+            replayed = Prefill(
+                handoff_id=stage.id, identity=FACTS.identity, prompt=pack_tokens(PROMPT), tenant="", queue_deadline_s=1
+            )
+            stage.decoder.say(replayed)
+            await until(lambda: stage.host.errors)
+            assert stage.host.service.running == 0
+
+    uvloop.run(scenario())
+
+
+def test_a_prompt_that_cannot_be_served_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.ask(prompt=pack_tokens([1] * 513))
+            await until(lambda: stage.aborts() == ["context-length"])
+            stage.ask(prompt=pack_tokens([1]))
+            await until(lambda: stage.aborts() == ["prompt-too-short"])
+            stage.ask(identity=msgspec.structs.replace(FACTS.identity, model="another"))
+            await until(lambda: stage.aborts() == ["identity-mismatch"])
+            stage.host.worker.facts = None
+            stage.ask()
+            await until(lambda: stage.aborts() == ["engine-down"])
+            stage.host.worker.facts = FACTS
+            monkeypatch.setattr(module, "MAX_QUEUED", 0)
+            stage.ask()
+            await until(lambda: stage.aborts() == ["queue-full"])
+            await until(stage.host.nothing_held)
+
+    uvloop.run(scenario())
+
+
+def test_a_page_larger_than_this_hosts_own_ring_takes_is_refused_by_name(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            facts = msgspec.structs.replace(FACTS, page_tokens=256)
+            stage.host.worker.facts = facts
+            stage.ask(prompt=pack_tokens([1] * 300))
+            await stage.reserved()
+            stage.decoder.say(Grant(handoff_id=stage.id, epoch=7, credit=RING, seed=SEED, deadline_s=20.0))
+            await stage.failed("page-too-large")
+            assert "--ring-mib" in stage.decoder.all(Abort)[-1].message
+
+    uvloop.run(scenario())
+
+
+def test_with_no_ring_left_the_handoff_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path, rings=1) as stage:
+            taken = stage.host.memory.lend("export", 99)
+            assert taken is not None
+            stage.ask()
+            await stage.reserved()
+            stage.decoder.say(Grant(handoff_id=stage.id, epoch=7, credit=RING, seed=SEED, deadline_s=20.0))
+            await until(lambda: stage.aborts() == ["no-memory"])
+            taken.end()
+            await stage.committed()
+
+    uvloop.run(scenario())
+
+
+def test_messages_of_a_handoff_of_another_link_are_not_taken(tmp_path: Path) -> None:
+    """X7."""
+
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.ask()
+            await stage.reserved()
+            other = Peer()
+            async with joined(tmp_path / "other", other, Peer()) as link:
+                abort = Abort(handoff_id=stage.id, epoch=0, reason="stolen", message="")
+                assert stage.host.service.message(link, abort) is False
+                stage.host.service.link_lost(link, "test")
+            assert stage.host.service.running == 1
+            stage.decoder.say(Reject(handoff_id=stage.id, reason="no-memory", message=""))
+            await stage.failed("no-memory")
+
+    uvloop.run(scenario())
+
+
+def test_a_message_out_of_order_ends_the_handoff(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.ask()
+            await stage.granted()
+            stage.decoder.say(CommitAck(handoff_id=stage.id, epoch=7))
+            await stage.failed("out-of-order")
+            await stage.committed()  # over the same link
+
+    uvloop.run(scenario())
