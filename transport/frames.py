@@ -10,7 +10,8 @@ Bulk connection (one raw TCP stream; keys from a secret sent over the control co
     record    u8 kind | u8 flags | u16 0 | u32 length | u64 page | u64 offset || ciphertext (length) | 16-byte tag
 
     OPEN   first record each way, empty: proves the key. Associated data ends with the preamble.
-    PAGE   opens a run of DATA for one page. Plaintext: u64 payload bytes | u32 record bytes | page header.
+    PAGE   opens a run of DATA for one page; a DATA record follows at once.
+           Plaintext: u64 payload bytes | u32 record bytes | page header.
     DATA   `length` bytes of that page at `offset`; flag 1 on the page's last record. Associated data ends with PAGE's
            plaintext, so a record cannot move to another page, place, length or header.
     REKEY  empty: the sender's next record uses the next key of its chain.

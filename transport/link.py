@@ -43,7 +43,8 @@ class Landing(Protocol):
 class PageSink(Protocol):
     def claim(self, header: bytes, payload_bytes: int) -> Landing | None:
         """Room for a page, or None to drop it (a dead epoch). Raising means the peer broke the protocol: the
-        link closes. Nothing is allocated for a page before this call; the header is authenticated, not trusted."""
+        link closes. Nothing is allocated for a page before this call; the header is authenticated, not trusted.
+        Must not wait: other pages of the link wait for it."""
 
 
 class LinkOwner(Protocol):

@@ -1,7 +1,9 @@
 """Pages on their way out of one link: which record goes on which stream next, and when a payload may be reused.
 
 Streams pull: whichever is ready takes the next record, so a slow stream carries less and one more or one fewer is
-normal. Pages start in the order they were queued. A payload is held until the peer acknowledged the page, so that the
+normal. Pages start in the order they were queued. A stream stays on the page it began while others wait, which saves
+announcing each page on each stream, and helps with others' pages when none waits, so the last page is striped over all.
+A payload is held until the peer acknowledged the page, so that the
 records of a lost stream can go out again on another. Owns no socket and no payload memory.
 
 Threads: `take` and `read` belong to the stream's sender thread, everything else to the event loop's.
@@ -14,7 +16,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -57,6 +59,7 @@ class OutgoingPage:
     payload: memoryview
     future: PageFuture
     number: int = -1  # given when the first record leaves
+    home: Hashable = None  # the stream that stays on it; None if that was lost
     carriers: list[Hashable] = field(default_factory=list)  # per record taken so far: the stream it went to
     readers: int = 0  # threads that read the payload now
     done: bool = False
@@ -72,7 +75,7 @@ class OutgoingPages:
         self._settled = settled
         self._changed = threading.Condition(threading.Lock())
         self._waiting: deque[OutgoingPage] = deque()
-        self._current: OutgoingPage | None = None
+        self._open: list[OutgoingPage] = []  # begun, with records not yet taken; oldest first
         self._again: deque[tuple[OutgoingPage, int]] = deque()
         self._in_flight: dict[int, OutgoingPage] = {}
         self._next_number = 0
@@ -104,7 +107,7 @@ class OutgoingPages:
         """The next record for `stream` to send, or None when it should end. Blocks. Call `read` once sealed."""
         with self._changed:
             while self._error is None and stream not in self._gone:
-                found = self._next()
+                found = self._next(stream)
                 if found is not None:
                     page, index = found
                     if index == len(page.carriers):
@@ -116,23 +119,32 @@ class OutgoingPages:
                 self._changed.wait()
         return None
 
-    def _next(self) -> tuple[OutgoingPage, int] | None:
+    def _next(self, stream: Hashable) -> tuple[OutgoingPage, int] | None:
         while self._again:
             page, index = self._again.popleft()
             if not (page.done or page.cancelled):
                 return page, index
-        if self._current is None and self._waiting and len(self._in_flight) < WINDOW:
-            self._current = page = self._waiting.popleft()
-            page.number = self._next_number
-            self._next_number += 1
-            self._in_flight[page.number] = page
-            self._rate.busy(time.monotonic())
-        if self._current is None:
+        own = next((page for page in self._open if page.home in (stream, None)), None)
+        if own is None and self._waiting and len(self._in_flight) < WINDOW:
+            own = self._begin()
+        if own is not None:
+            own.home = stream
+        elif not self._open:
             return None
-        page, index = self._current, len(self._current.carriers)
+        page = own or self._open[0]
+        index = len(page.carriers)
         if index + 1 == page.shape.records:
-            self._current = None
+            self._open.remove(page)
         return page, index
+
+    def _begin(self) -> OutgoingPage:
+        page = self._waiting.popleft()
+        page.number = self._next_number
+        self._next_number += 1
+        self._in_flight[page.number] = page
+        self._open.append(page)
+        self._rate.busy(time.monotonic())
+        return page
 
     def read(self, page: OutgoingPage, length: int) -> None:
         """The record taken is sealed: this thread no longer reads the payload."""
@@ -162,18 +174,25 @@ class OutgoingPages:
         page.future.settle(cancelled=page.cancelled, error=None if page.done else self._error)
         return page.cancelled and not page.done and page.number >= 0
 
-    def acknowledge(self, number: int) -> None:
-        """The peer has the page, or dropped it. Raises LinkError for a page that is not on its way."""
+    def acknowledge(self, numbers: Iterable[int]) -> None:
+        """The peer has these pages, or dropped them. Raises LinkError for a page that is not on its way."""
+        pages: list[OutgoingPage] = []
         with self._changed:
-            page = self._in_flight.pop(number, None)
-            if page is None:
-                raise malformed(f"page {number} acknowledged, which is not on its way")
-            page.done = True
-            self._stop_taking(page)
-            self._stats.pages_sent += 1
-            self._rate.delivered(page.shape.payload_bytes, time.monotonic(), idle=not self._in_flight)
+            if len(self._in_flight) >= WINDOW:
+                self._changed.notify_all()
+            for number in numbers:
+                page = self._in_flight.pop(number, None)
+                if page is None:
+                    raise malformed(f"page {number} acknowledged, which is not on its way")
+                page.done = True
+                self._stop_taking(page)
+                pages.append(page)
+            self._stats.pages_sent += len(pages)
+            delivered = sum(page.shape.payload_bytes for page in pages)
+            self._rate.delivered(delivered, time.monotonic(), idle=not self._in_flight)
             self._stats.bandwidth_bps = self._rate.bps
-        self.settle(page)
+        for page in pages:
+            self.settle(page)
 
     def lose(self, stream: Hashable) -> list[OutgoingPage]:
         """Queue again whatever `stream` carried and nobody acknowledged; returns the pages it had announced."""
@@ -181,6 +200,7 @@ class OutgoingPages:
         with self._changed:
             self._gone.discard(stream)  # its threads have ended: nobody asks for it again
             for page in self._in_flight.values():
+                page.home = None if page.home == stream else page.home
                 lost = [index for index, carrier in enumerate(page.carriers) if carrier == stream]
                 if lost and not page.cancelled:
                     announced.append(page)
@@ -197,9 +217,8 @@ class OutgoingPages:
         self._settled(page)
 
     def _stop_taking(self, page: OutgoingPage) -> None:
-        if self._current is page:
-            self._current = None
-        self._changed.notify_all()
+        if page in self._open:
+            self._open.remove(page)
 
     def close(self, error: LinkError) -> None:
         """Fail everything. A page still being read fails when `read` says it no longer is."""
@@ -209,7 +228,7 @@ class OutgoingPages:
             self._waiting.clear()
             self._in_flight.clear()
             self._again.clear()
-            self._current = None
+            self._open.clear()
             self._changed.notify_all()
         for page in pages:
             self.settle(page)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 MIN_SAMPLE_BYTES: Final = 4 << 20
+MIN_SAMPLE_S: Final = 0.01  # acknowledgements come in steps of about a millisecond
 MAX_SAMPLE_S: Final = 1.0  # a long busy period gives one sample a second
 WEIGHT: Final = 0.3  # of the newest sample
 
@@ -33,7 +34,8 @@ class BandwidthEstimate:
             return
         self._bytes += payload_bytes
         elapsed = now - self._since
-        if self._bytes >= MIN_SAMPLE_BYTES and (idle or elapsed >= MAX_SAMPLE_S) and elapsed > 0:
+        enough = self._bytes >= MIN_SAMPLE_BYTES and elapsed >= MIN_SAMPLE_S
+        if enough and (idle or elapsed >= MAX_SAMPLE_S):
             sample = 8 * self._bytes / elapsed
             self.bps = sample if self.bps is None else self.bps + WEIGHT * (sample - self.bps)
             self._since, self._bytes = now, 0

@@ -170,11 +170,15 @@ class BulkStream:
     def _receive(self) -> None:
         staging = _staging(MAX_RECORD + TAG)
         head = memoryview(bytearray(RECORD_HEADER))
-        number, shape = -1, PageShape(0, 1, b"")
-        while self._fill(head, idle=True):
+        number, shape, ahead = -1, PageShape(0, 1, b""), False
+        while ahead or self._fill(head, idle=True):
             record = RecordHeader.unpack(head)
-            sealed = staging[: record.length + TAG]
-            self._fill(sealed)
+            size = record.length + TAG
+            sealed = staging[:size]
+            ahead = record.kind == Kind.PAGE  # a PAGE leaves together with its first DATA: read on into its header
+            self._fill(staging[: size + RECORD_HEADER] if ahead else sealed)
+            if ahead:
+                head[:] = staging[size : size + RECORD_HEADER]
             if record.kind == Kind.DATA and record.page == number:
                 self._land(record, shape, sealed)
             elif record.kind == Kind.PAGE:

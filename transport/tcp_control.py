@@ -118,9 +118,9 @@ class Mailbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lock = threading.Lock()
-        self._calls: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
 
-    def post(self, call: Callable[..., None], *args: Any) -> None:
+    def post(self, call: Callable[..., object], *args: Any) -> None:
         with self._lock:
             self._calls.append((call, args))
             wake = len(self._calls) == 1

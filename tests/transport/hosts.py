@@ -74,7 +74,7 @@ class Landings:
         self.published: list[Slot] = []
         self.discarded: list[Slot] = []
         self.refuse: Callable[[bytes], bool] = lambda header: False
-        self.on_publish: Callable[[Slot], None] | None = None
+        self.on_publish: Callable[[Slot], object] | None = None
 
     def claim(self, header: bytes, payload_bytes: int) -> Landing | None:
         with self.lock:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from transport.rate import MIN_SAMPLE_BYTES, BandwidthEstimate
+from transport.rate import MIN_SAMPLE_BYTES, MIN_SAMPLE_S, BandwidthEstimate
 
 MIB = 1 << 20
 
@@ -42,8 +42,9 @@ def test_a_long_busy_period_keeps_the_estimate_fresh_and_it_follows_a_change() -
         assert rate.bps == pytest.approx(8 * speed, rel=0.05)
 
 
-def test_a_clock_that_did_not_move_divides_nothing_by_zero() -> None:
+@pytest.mark.parametrize("elapsed", [0, 0.5 * MIN_SAMPLE_S])
+def test_a_time_too_short_to_measure_measures_nothing(elapsed: float) -> None:
     rate = BandwidthEstimate()
     rate.busy(5)
-    rate.delivered(64 * MIB, 5, idle=True)
+    rate.delivered(64 * MIB, 5 + elapsed, idle=True)
     assert rate.bps is None
