@@ -94,6 +94,15 @@ async def test_the_line_has_an_end() -> None:
 
 
 @on_uvloop
+async def test_without_a_line_a_free_lane_is_still_given() -> None:
+    admission, _ = line(sequences=1, waiting=0)
+    assert has_a_lane(admission.ask("", 1))
+    with pytest.raises(Refused, match="0 requests are waiting"):
+        admission.ask("", 1)
+    assert admission.use().waiting == 0
+
+
+@on_uvloop
 async def test_a_tenant_cannot_fill_the_line_for_the_others() -> None:
     admission, _ = line(sequences=1, tenant_requests=3)
     mine = [admission.ask("greedy", 1) for _ in range(3)]

@@ -97,8 +97,6 @@ class Admission:
             )
         if self._tenant_requests is not None and self._tenants[tenant] >= self._tenant_requests:
             raise Refused("tenant-limit", f"this API key has {self._tenant_requests} requests here, the most allowed")
-        if len(self._line) >= self._most_waiting:
-            raise Refused("queue-full", f"{self._most_waiting} requests are waiting, the most allowed")
         if (expected := self._expected_wait_s()) > self._wait_s:
             raise Refused(
                 "queue-full", f"the wait would be about {expected:.0f} s, allowed are {self._wait_s:g}", expected / 2
@@ -107,6 +105,9 @@ class Admission:
         self._tenants[tenant] += 1
         self._line.append(ticket)
         self._serve()
+        if ticket in self._line and len(self._line) > self._most_waiting:
+            self.give_back(ticket)
+            raise Refused("queue-full", f"{self._most_waiting} requests are waiting, the most allowed")
         return ticket
 
     def give_back(self, ticket: Ticket) -> None:

@@ -61,12 +61,13 @@ class Core:
             landing="decode" in self.roles,
             rings=config.rings,
             ring_bytes=config.ring_mib << 20,
+            share=lambda leases: self.peers.share(leases),
         )
         self.worker = WorkerProcess(
             worker_options(config), self._attach, self._engine_changed, self.memory.recover, worker_command
         )
         self.peers = Peers(config.peers, self._hello, self)
-        self.outgoing = OutgoingService(self.worker, self.memory, self.peers, self._keep)
+        self.outgoing = OutgoingService(self.worker, self.memory, self._keep, self.peers.share)
         self.generation = Generation(config, telemetry, self.worker, self.memory, self.peers, self._keep)
         self.forwarding = Forwarding(self.generate)
 
@@ -203,10 +204,7 @@ class Core:
 
     def _attach(self, facts: EngineFacts) -> tuple[p.Attach, Sequence[int]]:
         log_event("engine ready", model=facts.model_name, detail=f"{facts.schema.family}, MTP {facts.mtp}")
-        attached = self.memory.attach(facts.schema)
-        self.generation.engine_up(facts)
-        self.outgoing.engine_up(facts)
-        return attached
+        return self.memory.attach(facts.schema)
 
     def _engine_changed(self) -> None:
         self.telemetry.serving(self.worker.facts is not None)

@@ -2,7 +2,7 @@
 
 A request waits for a lane of the decode pool and for all the cells it can need; that is queueing, bounded by count and
 by `queue_s`. A handoff that fails falls back to local prefill where that is allowed, and the response says so; nothing
-is generated from a state that was not committed (H3). Owns both waiting lines and the table of incoming handoffs.
+is generated from a state that was not committed (H3). Owns the line of those who wait and the incoming handoffs.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ class Generation:
             # A prefiller that stands still leaves one lane for requests that do not need it.
             share=lambda sequences: sequences - 1,
         )
-        self.landing = Admission(waiting=config.queue, wait_s=config.queue_s, share=peers.share)
         self._epochs = itertools.count(1)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
@@ -91,10 +90,6 @@ class Generation:
             raise RequestError("worker-lost", str(error), 503, WORKER_RETRY_S) from None
         except JobFailed as error:
             raise RequestError(error.reason, str(error), 500) from None
-
-    def engine_up(self, facts: EngineFacts) -> None:
-        self.lanes.open(facts.sequences, facts.kv_tokens)
-        self.landing.open(self.memory.leases("landing"), 0)
 
     def next_epoch(self) -> int:
         return next(self._epochs)
@@ -139,6 +134,8 @@ class Generation:
     ) -> AsyncGenerator[Ticket, None]:
         """A lane and all the cells the request can need, for as long as the block runs."""
         group = decision.prefiller if decision.placement == "disaggregated" else None
+        facts = self._facts()
+        self.lanes.open(facts.sequences, facts.kv_tokens)
         try:
             ticket = self.lanes.ask(request.tenant, len(tokens) + request.max_tokens, group)
         except Refused as error:
@@ -229,7 +226,7 @@ class _Session:
             handoff_id, facts.identity, facts.schema, self._tokens,
             tenant=self._request.tenant, probe=config.probe, queue_deadline_s=config.queue_s, now=time.monotonic(),
         )  # fmt: skip
-        handoff = Incoming(link, machine, service.worker, service.memory, service.landing, self._tokens)
+        handoff = Incoming(link, machine, service.worker, service.memory, self._tokens)
         self._job, self._trace = service.worker.open_job(), handoff.trace
         service.incoming[handoff_id] = handoff
         request, epoch = self._worker_request(self._job, probe=config.probe), service.next_epoch()

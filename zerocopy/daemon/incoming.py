@@ -22,7 +22,7 @@ import msgspec
 from native.memory import NativeError
 from native.ring import Slot
 from transport.link import Landing, Link, LinkError
-from zerocopy.daemon.admission import Admission, Refused, Ticket
+from zerocopy.daemon.admission import Refused, Ticket
 from zerocopy.daemon.ending import to_the_end
 from zerocopy.daemon.memory import Lease, SharedMemory
 from zerocopy.daemon.trace import Trace
@@ -78,13 +78,7 @@ class Incoming:
     are called while it runs."""
 
     def __init__(
-        self,
-        link: Link,
-        machine: SinkHandoff,
-        worker: WorkerProcess,
-        memory: SharedMemory,
-        line: Admission,
-        tokens: Sequence[int],
+        self, link: Link, machine: SinkHandoff, worker: WorkerProcess, memory: SharedMemory, tokens: Sequence[int]
     ) -> None:
         facts = worker.facts
         assert facts is not None
@@ -92,7 +86,6 @@ class Incoming:
         self.machine = machine
         self._worker = worker
         self._memory = memory
-        self._line = line
         self.trace = Trace(machine.handoff_id.hex(), "decoder", link.peer, link.transport, len(tokens))
         self._schema = facts.schema
         self._loop = asyncio.get_running_loop()
@@ -136,7 +129,7 @@ class Incoming:
     async def _landing_turn(self) -> None:
         """Wait for landing memory: still queueing, so the transfer's clock has not begun."""
         try:
-            ticket = self._ticket = self._line.ask("", 0, self.link.peer)
+            ticket = self._ticket = self._memory.landing_line.ask("", 0, self.link.peer)
         except Refused as error:
             sentence = str(error)
             self._do(self._locked(lambda: self.machine.reject("no-memory", sentence)))
@@ -189,7 +182,7 @@ class Incoming:
         if self._lease is not None:
             self._lease.end()
         if self._ticket is not None:
-            self._line.give_back(self._ticket)
+            self._memory.landing_line.give_back(self._ticket)
 
     # -- event loop ----------------------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ from transport.link import Link, LinkError
 from zerocopy.daemon.admission import Admission, Refused, Ticket
 from zerocopy.daemon.ending import to_the_end
 from zerocopy.daemon.memory import Lease, SharedMemory
-from zerocopy.daemon.peers import Peers
 from zerocopy.daemon.trace import Trace, busy
 from zerocopy.daemon.worker_process import Job, JobFailed, WorkerLost, WorkerProcess
 from zerocopy.handoff.components import HEADER_BYTES, SNAPSHOT, Component, ComponentSpec, PageHeader
@@ -122,7 +121,9 @@ class Outgoing:
         grant = self.machine.grant
         assert grant is not None and self._ticket is not None
         lease = self._lease = self._service.memory.lend("export", grant.epoch)
-        assert lease is not None  # there are no more lanes than leases
+        if lease is None:
+            self.fail("no-memory", "the prefiller has no free export ring: raise --rings")
+            return
         if HEADER_BYTES + self._largest_page > lease.ring.max_record:
             size, most = self._largest_page, lease.ring.max_record - HEADER_BYTES
             fix = "raise its --ring-mib or lower its --page-tokens"
@@ -314,12 +315,17 @@ class OutgoingService:
     """All handoffs leaving this host, in arrival order."""
 
     def __init__(
-        self, worker: WorkerProcess, memory: SharedMemory, peers: Peers, on_end: Callable[[Trace], None]
+        self,
+        worker: WorkerProcess,
+        memory: SharedMemory,
+        on_end: Callable[[Trace], None],
+        share: Callable[[int], int] | None = None,
     ) -> None:
+        """`share`: how many of so many lanes one peer may hold."""
         self.worker = worker
         self.memory = memory
         # The time a prompt may wait is its decoder's to say, in PREFILL.
-        self.lanes = Admission(waiting=MAX_QUEUED, wait_s=math.inf, share=peers.share)
+        self.lanes = Admission(waiting=MAX_QUEUED, wait_s=math.inf, share=share)
         self._on_end = on_end
         self._handoffs: dict[bytes, Outgoing] = {}
         self._seen = SeenIds()
@@ -335,13 +341,16 @@ class OutgoingService:
         self._seen.use(prefill.handoff_id)
         if self.worker.facts is None:
             self.refuse(link, prefill, "engine-down", f"the prefiller cannot serve now: {self.worker.reason}")
+        elif len(self._handoffs) >= MAX_QUEUED:
+            self.refuse(link, prefill, "queue-full", f"the prefiller has {MAX_QUEUED} prompts queued")
         elif prefill.tokens > self.worker.facts.n_ctx:
             have, want = self.worker.facts.n_ctx, prefill.tokens
             self.refuse(link, prefill, "context-length", f"the prefiller holds {have} tokens, the prompt has {want}")
         else:
-            self._queue(link, prefill)
+            self._queue(link, prefill, self.worker.facts)
 
-    def _queue(self, link: Link, prefill: Prefill) -> None:
+    def _queue(self, link: Link, prefill: Prefill, facts: EngineFacts) -> None:
+        self.lanes.open(min(facts.sequences, self.memory.leases("export")), facts.kv_tokens)
         try:
             ticket = self.lanes.ask(prefill.tenant, prefill.tokens, group=link.peer)
         except Refused as error:
@@ -351,9 +360,6 @@ class OutgoingService:
         task = asyncio.create_task(handoff.run(ticket))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    def engine_up(self, facts: EngineFacts) -> None:
-        self.lanes.open(min(facts.sequences, self.memory.leases("export")), facts.kv_tokens)
 
     def refuse(self, link: Link, prefill: Prefill, reason: str, message: str) -> None:
         """Answer a PREFILL that will not be queued."""
