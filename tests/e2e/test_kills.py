@@ -35,6 +35,8 @@ from zerocopy.daemon.http_api import SHUTDOWN_S
 CHUNKS: Final = 10
 PROMPT: Final = prompt_of(CHUNKS * CHUNK + 5)
 PACE_S: Final = 0.1  # before each chunk: the transfer takes over a second, most of it waiting
+SLOW_PACE_S: Final = 0.4  # four seconds: what is free much sooner was freed because somebody left
+FREE_S: Final = 2.0
 TRANSFER_S: Final = 3.0
 DEAD_S: Final = 11.0  # until a silent peer is given up (transport: dead_s + ping_s)
 SOON_S: Final = 5.0  # what needs no timeout to be noticed
@@ -190,6 +192,47 @@ def test_the_decode_daemon_is_killed(slow: Pair) -> None:
     assert_still_exact(slow)
 
 
+def test_the_decode_daemon_is_killed_while_the_source_waits_for_its_word(slow: Pair) -> None:
+    """All is sent, so nothing that the prefiller does next would show it that the link is gone."""
+    worker = _worker_pid(slow.decoder)
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        with send_only(slow.decoder, {"prompt": PROMPT, "max_tokens": 8}, headers("disaggregated")):
+            wait_until(lambda: slow.prefiller.status()["handoffs_out"] == 1, "the handoff")
+            time.sleep(0.5)
+            slow.decoder.stop(signal.SIGKILL)
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert_nothing_held(slow.prefiller, within_s=FREE_S)
+    _wait_for_end(worker)
+    slow.decoder.start()
+    slow.wait_ready()
+    assert_still_exact(slow)
+
+
+def test_a_decode_worker_that_hangs_is_never_committed(slow: Pair) -> None:
+    """Field report: expired lease. The source is free at the deadline; the decoder's memory only once its worker has
+    let go of it, or is dead."""
+    worker = _worker_pid(slow.decoder)
+    with ThreadPoolExecutor(1) as pool:
+        os.kill(worker, signal.SIGSTOP)
+        answer = pool.submit(ask, slow.decoder, PROMPT, "disaggregated")
+        try:
+            wait_until(lambda: _aborted(slow), "the deadline", TRANSFER_S + SOON_S)
+            assert_nothing_held(slow.prefiller)
+            assert slow.decoder.status()["reserved_bytes"]
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        assert error_of(answer.result(SOON_S))[0] == "transfer-deadline"
+    assert_nothing_held(slow.decoder)
+    assert_still_exact(slow)
+
+
+def _aborted(pair: Pair) -> bool:
+    traces = pair.prefiller.status()["recent_handoffs"]
+    return bool(traces) and traces[-1]["reason"] == "transfer-deadline"
+
+
 def test_the_decode_daemon_is_killed_behind_a_front_door(slow: Pair) -> None:
     """The client asked the prefill host: it hears what happened."""
     with _in_transfer(slow, by=slow.prefiller) as answer:
@@ -286,7 +329,7 @@ def test_sigterm_lets_the_decoder_finish_what_it_has_begun(slow: Pair) -> None:
 
 @pytest.mark.parametrize("which", ["decoder", "prefiller"])
 def test_the_client_leaves_in_mid_transfer(slow: Pair, which: str) -> None:
-    slow.scheme(pace_s=PACE_S)
+    slow.scheme(pace_s=SLOW_PACE_S)
     host: Host = getattr(slow, which)
     with send_only(host, {"prompt": PROMPT, "max_tokens": 8}, headers("disaggregated")):
         _wait_for_transfer(slow)
@@ -310,7 +353,7 @@ def test_the_client_leaves_while_it_queues(slow: Pair) -> None:
 
 def _check_free_soon(pair: Pair) -> None:
     """Freed in about a second, not at a deadline; the lane is not computing for nobody."""
-    assert_nothing_held(pair.prefiller, pair.decoder, within_s=2)
+    assert_nothing_held(pair.prefiller, pair.decoder, within_s=FREE_S)
     pair.scheme()
     began = time.monotonic()
     assert_still_exact(pair)

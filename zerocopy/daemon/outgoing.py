@@ -175,8 +175,9 @@ class Outgoing:
 
     async def _end(self) -> None:
         """Free everything: links first, then the worker, then memory. Also runs while the daemon stops."""
-        for future in self._sending:
-            future.cancel()
+        if self.machine.outcome is None or not self.machine.outcome.committed:
+            for future in self._sending:
+                future.cancel()
         await self._drained.wait()
         if self._head is not None:
             self._head.free()
