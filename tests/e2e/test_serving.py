@@ -51,9 +51,7 @@ def test_many_prompts_of_all_lengths_at_once_are_all_handed_over(busy_pair: Pair
     answers = at_once(busy_pair.decoder, lengths, "disaggregated")
     for length, answer in zip(lengths, answers, strict=True):
         assert_disaggregated(answer)
-        assert answer.body["usage"] == {
-            "prompt_tokens": length, "completion_tokens": 8, "total_tokens": length + 8,
-        }  # fmt: skip
+        assert answer.body["usage"]["total_tokens"] == length + 8
         assert answer.body["timings"]["prompt_tokens_evaluated_here"] == 1
     assert_still_exact(busy_pair)
 

@@ -247,6 +247,7 @@ class _Session:
             proof_key=bytes.fromhex(request.proof_key) if request.proof_key else None,
             probe=probe,
             lane=self._ticket.lane,
+            return_tokens=request.return_tokens,
         )
 
     # -- the tokens ----------------------------------------------------------------------------------------
@@ -259,7 +260,7 @@ class _Session:
                 self._service.telemetry.first_token(self._placement, self._first_token - self._arrived)
                 yield Started(self._placement, self._prefiller, self._fallback, len(self._tokens))
             if isinstance(message, p.TextDelta):
-                yield Delta(message.text, message.tokens)
+                yield Delta(message.text, message.tokens, message.logprob)
             elif isinstance(message, p.Generated):
                 yield self._finished(message)
                 return
@@ -282,6 +283,7 @@ class _Session:
             completion_tokens=done.completion_tokens,
             timings=self._timings(done, after_first),
             proof=done.proof,
+            tokens=done.tokens,
         )
 
     def _timings(self, done: p.Generated, after_first: float) -> dict[str, object]:

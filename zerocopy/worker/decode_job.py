@@ -19,7 +19,7 @@ from native.slab import Slab
 from zerocopy.handoff.components import HEADER_BYTES, Component, PageHeader
 from zerocopy.runtime.base import EngineError, Lane, Logits, Output, Pool, Row, Runtime
 from zerocopy.worker.protocol import Generate, Generated, Imported, Span, TextDelta, ToDaemon, Verified
-from zerocopy.worker.sampling import Sampler
+from zerocopy.worker.sampling import Sampler, TokenLogprob, log_probabilities
 from zerocopy.worker.text import TextStream
 
 
@@ -54,6 +54,7 @@ class DecodeJob:
         self._marks: dict[str, float] = {}
         self._prompt_evaluated = 0
         self._imports: list[Span] = []
+        self._chosen: list[int] = []
         self.state_complete = False
         self.committed = ring is None
         self._row: Row | None = None
@@ -198,7 +199,7 @@ class DecodeJob:
     # -- generation ----------------------------------------------------------------------------------------
 
     def _generate(self) -> Generator[Row, Output | None, None]:
-        sampler, text = Sampler(self._message.sampling), TextStream(self._message.stop)
+        sampler, text = Sampler(self._message.sampling, self._tokens), TextStream(self._message.stop)
         position, count = len(self._tokens), 0
         reason: Literal["stop", "length"] = "length"
         self._marks["first_token"] = time.monotonic()
@@ -207,12 +208,15 @@ class DecodeJob:
             assert self._logits is not None
             token = sampler.choose(self._logits)
             count += 1
+            if self._message.return_tokens:
+                self._chosen.append(token)
             if self._proof:
                 self._proof.add_token(token)
             if self._runtime.is_end(token):
                 reason = "stop"
                 break
-            self._send(TextDelta(self.job, text.feed(self._runtime.piece(token)), 1))
+            piece = self._runtime.piece(token)
+            self._send(TextDelta(self.job, text.feed(piece), 1, self._logprob(token, piece)))
             if text.stopped:
                 reason = "stop"
                 break
@@ -225,6 +229,14 @@ class DecodeJob:
             if self._proof:
                 self._proof.add(self._logits)
         self._finish(reason, count, text.finish())
+
+    def _logprob(self, token: int, piece: bytes) -> TokenLogprob | None:
+        wanted = self._message.sampling.logprobs
+        if wanted is None:
+            return None
+        assert self._logits is not None
+        mine, top = log_probabilities(self._logits, token, wanted)
+        return TokenLogprob(piece, mine, tuple((self._runtime.piece(other), value) for other, value in top))
 
     def _finish(self, reason: Literal["stop", "length"], count: int, rest: str) -> None:
         if rest:
@@ -240,6 +252,7 @@ class DecodeJob:
                 prompt_tokens_evaluated=self._prompt_evaluated,
                 marks=self._marks,
                 proof=self._proof.report() if self._proof else None,
+                tokens=tuple(self._chosen),
             )
         )
 

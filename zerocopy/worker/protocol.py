@@ -17,7 +17,7 @@ from typing import Final, Literal
 import msgspec
 
 from zerocopy.runtime.base import EngineFacts
-from zerocopy.worker.sampling import Sampling
+from zerocopy.worker.sampling import Sampling, TokenLogprob
 
 MAX_FRAME: Final = 72 << 20  # MAX_TOKENS token ids (64 MiB) and change
 MAX_FDS: Final = 64
@@ -93,6 +93,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     slab: int | None = None
     probe: bool = False
     lane: int = 0
+    return_tokens: bool = False
 
 
 class StateComplete(msgspec.Struct, frozen=True, tag=True):
@@ -193,6 +194,7 @@ class TextDelta(msgspec.Struct, frozen=True, tag=True):
     job: int
     text: str
     tokens: int
+    logprob: TokenLogprob | None = None  # of the token, where they were asked for
 
 
 class Generated(msgspec.Struct, frozen=True, tag=True):
@@ -202,6 +204,7 @@ class Generated(msgspec.Struct, frozen=True, tag=True):
     prompt_tokens_evaluated: int  # on this host, after the import: the engine's own count
     marks: dict[str, float]
     proof: dict[str, object] | None
+    tokens: tuple[int, ...] = ()  # all that were chosen, where they were asked for
 
 
 class Dropped(msgspec.Struct, frozen=True, tag=True):

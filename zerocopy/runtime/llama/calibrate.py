@@ -19,9 +19,9 @@ from zerocopy.runtime.llama.abi import Library
 from zerocopy.runtime.llama.blob import Geometry
 from zerocopy.runtime.llama.context import FIRST_LIVE_SEQUENCE, N_CTX_STEP, Context, ContextOptions, Run
 from zerocopy.runtime.llama.family import Family
-from zerocopy.runtime.llama.lane import LlamaLane
+from zerocopy.runtime.llama.lane import LaneModel, LlamaLane
 from zerocopy.runtime.llama.mtp import MtpFollower
-from zerocopy.runtime.llama.pool import LaneModel, LlamaPool
+from zerocopy.runtime.llama.pool import LlamaPool
 
 _TOKENS: Final = (0, 1, 0)  # any tokens do; every vocabulary has these
 _PAGES: Final = ((0, 2), (2, 3))

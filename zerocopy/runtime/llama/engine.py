@@ -21,8 +21,8 @@ from zerocopy.runtime.llama.abi import BLOB_FORMAT, PACKAGE, PACKAGE_VERSION, Li
 from zerocopy.runtime.llama.calibrate import measure
 from zerocopy.runtime.llama.context import KV_TYPES, MAX_LIVE_SEQUENCES, N_CTX_STEP, ContextOptions
 from zerocopy.runtime.llama.family import family_of
-from zerocopy.runtime.llama.lane import LlamaLane
-from zerocopy.runtime.llama.pool import LaneModel, LlamaPool
+from zerocopy.runtime.llama.lane import LaneModel, LlamaLane
+from zerocopy.runtime.llama.pool import LlamaPool
 
 _MAX_PIECE_BYTES: Final = 256
 _MAX_CTX: Final = 1 << 22

@@ -10,26 +10,56 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final, Protocol
 
+import msgspec
 import numpy as np
 
-from zerocopy.handoff.components import Component, ComponentSpec
+from zerocopy.handoff.components import Component, ComponentSpec, StateSchema
 from zerocopy.runtime.base import EngineCounters, EngineError, Logits, Output, Positions, Row
 from zerocopy.runtime.llama import blob
-from zerocopy.runtime.llama.context import PROBE_SEQUENCE, Context, Run
+from zerocopy.runtime.llama.abi import Library
+from zerocopy.runtime.llama.blob import Geometry
+from zerocopy.runtime.llama.context import PROBE_SEQUENCE, Context, ContextOptions, Run
 from zerocopy.runtime.llama.mtp import MtpFollower
-
-if TYPE_CHECKING:
-    from zerocopy.runtime.llama.pool import LlamaPool
 
 _STATE: Final = (Component.ATTENTION_KV, Component.RECURRENT, Component.MTP_KV, Component.MTP_HIDDEN)
 _DIGEST_TOKENS: Final = 64  # per re-exported page; equal on all hosts whatever their page size, so digests compare
 _UNKNOWN: Final = -1  # an engine call on the part began and did not end well
 
 
+class LaneModel(msgspec.Struct, frozen=True):
+    """What a pool and its lanes need of their runtime."""
+
+    library: Library
+    handle: Any
+    options: ContextOptions
+    schema: StateSchema
+    geometries: dict[Component, Geometry]  # of the context each paged component lives in; RECURRENT for snapshots
+    n_vocab: int
+
+
+class OwningPool(Protocol):
+    """A lane's side of `LlamaPool`."""
+
+    model: LaneModel
+    target: Context
+    mtp: MtpFollower | None
+
+    def evaluate(self, rows: Sequence[Row]) -> list[Output]: ...
+
+    def dropped(self, lane: LlamaLane) -> None:
+        """This lane's sequence is over."""
+
+    def reset_counters(self) -> None: ...
+
+    def counters(self) -> EngineCounters: ...
+
+    def close(self) -> None: ...
+
+
 class LlamaLane:
-    def __init__(self, pool: LlamaPool, sequence: int) -> None:
+    def __init__(self, pool: OwningPool, sequence: int) -> None:
         self.pool = pool
         self.sequence = sequence
         self._m = pool.model

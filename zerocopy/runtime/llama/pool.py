@@ -9,28 +9,12 @@ is the caller's to know. Owns the context, the MTP head's beside it, and the lan
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import msgspec
-
-from zerocopy.handoff.components import Component, StateSchema
+from zerocopy.handoff.components import Component
 from zerocopy.runtime.base import EngineCounters, EngineError, Output, Row
-from zerocopy.runtime.llama.abi import Library
-from zerocopy.runtime.llama.blob import Geometry
-from zerocopy.runtime.llama.context import FIRST_LIVE_SEQUENCE, Context, ContextOptions, Run
-from zerocopy.runtime.llama.lane import LlamaLane
+from zerocopy.runtime.llama.context import FIRST_LIVE_SEQUENCE, Context, Run
+from zerocopy.runtime.llama.lane import LaneModel, LlamaLane
 from zerocopy.runtime.llama.mtp import MtpFollower
-
-
-class LaneModel(msgspec.Struct, frozen=True):
-    """What a pool and its lanes need of their runtime."""
-
-    library: Library
-    handle: Any
-    options: ContextOptions
-    schema: StateSchema
-    geometries: dict[Component, Geometry]  # of the context each paged component lives in; RECURRENT for snapshots
-    n_vocab: int
 
 
 class LlamaPool:
@@ -65,7 +49,6 @@ class LlamaPool:
         return outputs
 
     def dropped(self, lane: LlamaLane) -> None:
-        """This lane's sequence is over."""
         self.target.drop(lane.sequence)
         if self.mtp:
             self.mtp.drop(lane.sequence)
