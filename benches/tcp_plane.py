@@ -110,18 +110,17 @@ async def serve(directory: str) -> None:
     await endpoint.close()
 
 
-async def move(link: Link, total: int, page_bytes: int) -> None:
-    source = mapped(max(IN_FLIGHT_BYTES, page_bytes))
-    slots = len(source) // page_bytes
-    free = list(range(min(slots, LANDINGS - 1)))
-    sending: dict[asyncio.Future[None], int] = {}
+async def move(link: Link, source: memoryview, total: int, page_bytes: int) -> None:
+    free: asyncio.Queue[int] = asyncio.Queue()
+    count = min(len(source) // page_bytes, LANDINGS - 1)
+    for slot in range(count):
+        free.put_nowait(slot)
     for _ in range(max(total // page_bytes, 1)):
-        if not free:
-            done, _ = await asyncio.wait(sending, return_when=asyncio.FIRST_COMPLETED)
-            free += [sending.pop(future) for future in done]
-        slot = free.pop()
-        sending[link.send_page(b"page", source[slot * page_bytes : (slot + 1) * page_bytes])] = slot
-    await asyncio.wait(sending)
+        slot = await free.get()
+        future = link.send_page(b"page", source[slot * page_bytes : (slot + 1) * page_bytes])
+        future.add_done_callback(lambda _, slot=slot: free.put_nowait(slot))  # type: ignore[misc]
+    for _ in range(count):
+        await free.get()
 
 
 async def run_one(directory: str, streams: int, record_bytes: int, page_bytes: int, total: int) -> Row:
@@ -138,9 +137,10 @@ async def run_one(directory: str, streams: int, record_bytes: int, page_bytes: i
         link.send(b"cpu")
         return cpu_s() + float(await sender.answers.get())
 
-    await move(link, total // 8, page_bytes)
+    source = mapped(max(IN_FLIGHT_BYTES, page_bytes))
+    await move(link, source, total // 8, page_bytes)
     cpu, start = await cpu_both(), time.perf_counter()
-    await move(link, total, page_bytes)
+    await move(link, source, total, page_bytes)
     elapsed = time.perf_counter() - start
     cpu = await cpu_both() - cpu
     await endpoint.close()

@@ -40,7 +40,7 @@ def test_a_state_is_committed_once_it_is_whole_imported_and_proven(tmp_path: Pat
         async with staged(tmp_path) as stage:
             stage.begin()
             task = await stage.granted()
-            assert task.same_class
+            assert stage.host.incoming is not None and stage.host.incoming.machine.same_class
             stage.send(*stage.pages)
             await stage.landed(len(stage.pages))
             await stage.host.worker.got(p.StateComplete)

@@ -14,6 +14,7 @@ from tests.daemon.wires import Peer, Refuses, endpoint, joined, keys, until
 from transport.keys import KeyStore
 from transport.link import Link, PageSink
 from transport.tcp import TcpEndpoint
+from zerocopy.daemon import paths
 from zerocopy.daemon import peers as module
 from zerocopy.daemon.peers import Peers
 from zerocopy.handoff.components import Identity
@@ -25,8 +26,8 @@ ABORT = Abort(handoff_id=b"h" * 16, epoch=0, reason="cancelled", message="")
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_REDIAL_S", 0.01)
-    monkeypatch.setattr(module, "MAX_REDIAL_S", 0.05)
+    monkeypatch.setattr(paths, "FIRST_REDIAL_S", 0.01)
+    monkeypatch.setattr(paths, "MAX_REDIAL_S", 0.05)
 
 
 class Node:
@@ -44,6 +45,7 @@ class Node:
         )
         self.messages: list[AnyMessage] = []
         self.lost: list[str] = []
+        self.busy_links: set[Link] = set()
         self.peers = Peers(addresses or {}, lambda: self.hello, self)
         self.endpoint: TcpEndpoint = endpoint(store, self.peers)
         self._dialling: asyncio.Task[None] | None = None
@@ -58,8 +60,17 @@ class Node:
                 await self._dialling
         await self.endpoint.close()
 
+    async def connect(self, name: str, address: str) -> Link:
+        """A link that is to be used: HELLO is said on it."""
+        link = await self.endpoint.connect(name, address)
+        self.peers.use(link)
+        return link
+
     def knows(self, name: str) -> bool:
         return any(peer.name == name and peer.hello is not None for peer in self.peers.all())
+
+    def links(self, name: str) -> list[Link]:
+        return next((peer.links for peer in self.peers.all() if peer.name == name), [])
 
     def obstacle(self, name: str, identity: Identity = IDENTITY) -> str | None:
         (found,) = [p.obstacle for p in self.peers.prefillers(identity) if p.name == name]
@@ -69,6 +80,9 @@ class Node:
 
     def sink(self, link: Link) -> PageSink:
         return Refuses()
+
+    def busy(self, link: Link) -> bool:
+        return link in self.busy_links
 
     def peer_message(self, link: Link, message: AnyMessage) -> None:
         self.messages.append(message)
@@ -125,7 +139,7 @@ def test_anything_before_hello_closes_the_link(tmp_path: Path, sent: bytes) -> N
         stranger, node = Peer(), Node("b", keys(tmp_path / "unused", "b")["b"])
         async with joined(tmp_path, stranger, node.peers) as link:
             link.send(sent)
-            await until(lambda: node.lost)
+            await until(lambda: stranger.closed)
             assert node.messages == []
         await node.close()
 
@@ -178,7 +192,7 @@ def test_a_peer_that_restarts_is_found_again_under_its_new_boot(tmp_path: Path) 
         await until(lambda: a.knows("b"))
         await b.close()
         await until(lambda: a.lost)
-        assert "link closed" in (a.obstacle("b") or "")
+        assert any(said in (a.obstacle("b") or "") for said in ("link closed", "cannot be reached"))
         again = Node("b", stores["b"])
         again.hello = msgspec.structs.replace(again.hello, boot_id=b"another boot id.")
         async with nodes(a, again):
@@ -202,9 +216,9 @@ def test_a_new_boot_id_ends_the_links_of_the_old_one_at_once(tmp_path: Path) -> 
         old, new = Node("b", stores["b"]), Node("b", stores["b"])
         new.hello = msgspec.structs.replace(new.hello, boot_id=b"another boot id.")
         async with nodes(a, old, new):
-            await old.endpoint.connect("a", address)
+            await old.connect("a", address)
             await until(lambda: a.knows("b"))
-            await new.endpoint.connect("a", address)
+            await new.connect("a", address)
             await until(lambda: a.lost == ["peer-restarted"])
             await until(lambda: old.lost == ["peer-closed/peer-restarted"])
             assert a.obstacle("b") is None
@@ -212,25 +226,67 @@ def test_a_new_boot_id_ends_the_links_of_the_old_one_at_once(tmp_path: Path) -> 
     uvloop.run(scenario())
 
 
-def test_two_links_of_one_boot_live_side_by_side_and_the_newest_is_used(tmp_path: Path) -> None:
-    """Both hosts may dial each other."""
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_when_both_have_dialled_both_use_the_link_of_the_lower_boot_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Whoever was first. The other link ends once nothing runs over it (T6)."""
+    monkeypatch.setattr(module, "RETIRE_AFTER_S", 0.05)
 
     async def scenario() -> None:
         stores = keys(tmp_path, "a", "b")
         a, b = Node("a", stores["a"]), Node("b", stores["b"])
-        to_a = await a.endpoint.listen("127.0.0.1:0")
+        to_a, to_b = await a.endpoint.listen("127.0.0.1:0"), await b.endpoint.listen("127.0.0.1:0")
+        async with nodes(a, b):
+            ours = await a.connect("b", to_b) if first == "a" else None
+            spare = await b.connect("a", to_a)
+            b.busy_links.add(spare)
+            await until(lambda: set(a.links("b")) - {ours})
+            (at_a,) = set(a.links("b")) - {ours}
+            a.busy_links.add(at_a)
+            ours = ours or await a.connect("b", to_b)
+            await until(lambda: len(a.links("b")) == len(b.links("a")) == 2)
+            assert a.peers.link_to("b") is ours
+            assert b.peers.link_to("a") is not spare
+            await asyncio.sleep(0.2)
+            assert a.lost == b.lost == [], "a handoff still runs over it"
+            a.busy_links.clear()
+            await until(lambda: a.lost == ["superseded"] and b.lost == ["peer-closed/superseded"])
+            assert (a.obstacle("b"), b.obstacle("a")) == (None, None)
+
+    uvloop.run(scenario())
+
+
+def test_when_the_link_in_use_falls_another_that_stands_takes_over(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        stores = keys(tmp_path, "a", "b")
+        a, b = Node("a", stores["a"]), Node("b", stores["b"])
         to_b = await b.endpoint.listen("127.0.0.1:0")
         async with nodes(a, b):
-            first = await a.endpoint.connect("b", to_b)
-            await until(lambda: a.knows("b"))
-            await b.endpoint.connect("a", to_a)
-            await until(lambda: len(a.peers.all()[0].links) == 2)
-            newest = a.peers.link_to("b")
-            assert newest is not first
-            assert newest is not None
-            newest.close("test")
+            first = await a.connect("b", to_b)
+            await until(lambda: a.peers.link_to("b") is first)
+            second = await a.connect("b", to_b)
+            await until(lambda: a.peers.link_to("b") is second)
+            second.close("test")
             await until(lambda: a.peers.link_to("b") is first)
             assert a.obstacle("b") is None, "what it said on the other link still holds"
+
+    uvloop.run(scenario())
+
+
+def test_a_link_without_hello_is_no_connection(tmp_path: Path) -> None:
+    """It carries probe pages and nothing else: neither host may send a handoff over it."""
+
+    async def scenario() -> None:
+        stores = keys(tmp_path, "a", "b")
+        a, b = Node("a", stores["a"]), Node("b", stores["b"])
+        async with nodes(a, b):
+            link = await a.endpoint.connect("b", await b.endpoint.listen("127.0.0.1:0"))
+            await until(lambda: link.stats.rtt_s is not None)
+            assert a.peers.link_to("b") is None and b.peers.link_to("a") is None
+            link.close("path-measured")
+            await a.endpoint.close()
+            assert a.lost == b.lost == []
 
     uvloop.run(scenario())
 

@@ -46,6 +46,10 @@ class Outbox:
         return message
 
     @property
+    def parts(self) -> list[p.SlabPart]:
+        return [part for ready in self.all(p.SnapshotReady) for part in ready.parts]
+
+    @property
     def text(self) -> str:
         return "".join(delta.text for delta in self.all(p.TextDelta))
 
@@ -103,7 +107,7 @@ class Stage:
 
     def read_slab(self) -> list[Page]:
         pages = []
-        for part in self.outbox.one(p.SnapshotReady).parts:
+        for part in self.outbox.parts:
             payload = bytearray(self.slabs["export"].view(part.offset, part.nbytes))
             pages.append(Page(PageHeader.unpack(part.header), payload))
         return pages

@@ -95,7 +95,7 @@ def test_positions_are_reported_as_the_engine_has_them(stage: OpenStage) -> None
     play.exported(prompt(45))
     done = play.outbox.one(p.Prefilled)
     assert (done.target_position, done.mtp_position) == (43, 43)
-    assert len(done.exports) == done.pages - len(play.outbox.one(p.SnapshotReady).parts) + 1
+    assert len(done.exports) == done.pages - len(play.outbox.parts) + 1
 
 
 def test_a_prompt_of_two_tokens_exports_one_page_of_one(stage: OpenStage) -> None:
@@ -198,7 +198,7 @@ def test_snapshot_parts_tile_the_slab_behind_the_engines_prefix(
     play = stage("mamba2")
     play.exported(prompt(40))
     at = play.facts.schema.snapshot_prefix
-    for part in play.outbox.one(p.SnapshotReady).parts:
+    for part in play.outbox.parts:
         assert part.offset == at
         at += part.nbytes
     assert at == play.facts.schema.snapshot_bytes()
@@ -263,3 +263,16 @@ def test_seed_and_epoch_are_those_of_the_grant(stage: OpenStage) -> None:
     assert a.payload == b.payload
     assert a.header.checksum != b.header.checksum
     assert (a.header.epoch, b.header.epoch) == (EPOCH, EPOCH + 1)
+
+
+def test_a_snapshots_parts_may_leave_one_by_one(stage: OpenStage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first is told before the last one's checksum is made: what is left of the snapshot is tail."""
+    monkeypatch.setattr(prefill_job, "SLAB_PART_BYTES", 20_000)
+    play = stage("mamba2")
+    job = play.prefill(prompt(40))
+    told = []
+    while not job.finished:
+        job.step()
+        list(play.read_ring())
+        told.append(len(play.outbox.parts))
+    assert 0 < told.index(1) < told.index(2) and max(told) > 2

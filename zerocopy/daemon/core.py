@@ -149,17 +149,7 @@ class Core:
             "slots": {role: msgspec.to_builtins(line.use()) for role, line in self._lines().items()},
             "handoffs_out": self.outgoing.running,
             "handoffs_in": len(self.generation.incoming),
-            "peers": [
-                {
-                    "name": peer.name,
-                    "connected": peer.link is not None,
-                    "roles": list(peer.hello.roles) if peer.hello else [],
-                    "transport": peer.link.transport if peer.link else None,
-                    "rtt_ms": 1e3 * rtt if peer.link and (rtt := peer.link.stats.rtt_s) is not None else None,
-                    "last_error": None if peer.link else peer.last_error,
-                }
-                for peer in self.peers.all()
-            ],
+            "peers": [self.peers.describe(peer) for peer in self.peers.all()],
             "recent_handoffs": [msgspec.to_builtins(trace) for trace in self._traces],
         }
 
@@ -171,6 +161,9 @@ class Core:
 
     def sink(self, link: Link) -> PageSink:
         return _PageDoor(self, link)
+
+    def busy(self, link: Link) -> bool:
+        return any(service.uses(link) for service in (self.generation, self.outgoing, self.forwarding))
 
     def peer_message(self, link: Link, message: AnyMessage) -> None:
         match message:
@@ -226,6 +219,8 @@ class Core:
 
     def _keep(self, trace: Trace) -> None:
         self._traces.append(trace)
+        if trace.outcome == "committed":
+            self.peers.transferred(trace.peer, *trace.moved())
         self.telemetry.handoff_ended(trace.record())
         log_event(
             "handoff ended", handoff=trace.handoff, role=trace.role, peer=trace.peer,

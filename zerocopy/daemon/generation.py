@@ -94,6 +94,9 @@ class Generation:
     def next_epoch(self) -> int:
         return next(self._epochs)
 
+    def uses(self, link: Link) -> bool:
+        return any(handoff.link is link for handoff in self.incoming.values())
+
     def link_lost(self, link: Link, reason: str) -> None:
         for handoff in list(self.incoming.values()):
             if handoff.link is link:

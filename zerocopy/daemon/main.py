@@ -17,6 +17,7 @@ from transport.link import LinkError, LinkOwner
 from transport.quic_choice import BothEndpoints, built
 from transport.tcp import TcpEndpoint
 from zerocopy.config import DaemonConfig
+from zerocopy.daemon.advertise import advertised
 from zerocopy.daemon.core import Core
 from zerocopy.daemon.http_api import make_app, start
 from zerocopy.daemon.telemetry import Telemetry, configure_logging, log_event
@@ -81,7 +82,7 @@ async def _bind(config: DaemonConfig, core: Core, endpoint: BothEndpoints) -> we
         bound = await endpoint.listen(config.listen)
     except OSError as error:
         raise OSError(f"cannot listen on {config.listen}: {error.strerror or error}") from error
-    core.advertised = (config.advertise or bound,)
+    core.advertised = advertised(bound, config.advertise)
     try:
         runner, http = await start(make_app(core, config), config.http)
     except OSError as error:

@@ -259,9 +259,12 @@ class Outgoing:
         """Figures for the decoder, in seconds after GRANT reached this host, and plain sizes."""
         trace, granted = self.trace, self.trace.marks["granted"]
         moments = {name: at - granted for name, at in trace.marks.items()}
+        wire_bytes, wire_busy_s = trace.moved()
         return {
             **moments,
             "export_busy_s": busy(trace.exports),
+            "wire_bytes": wire_bytes,
+            "wire_busy_s": wire_busy_s,
             "chunks": float(len(trace.chunks)),
             "kv_bytes_sent_before_prefill_end": float(trace.kv_bytes_by(trace.marks["prefilled"])),
         }

@@ -1,15 +1,14 @@
-"""Who this host knows and what each of them can do now: links, hellos, reconnecting.
+"""Who this host knows and what each of them can do now: links and hellos.
 
-Owns the links. Every configured peer with an address is dialled until a link stands, again whenever it falls. A peer
-may also dial us; with two links between the same hosts the newest carries new handoffs and the other ends with its
-last. A peer is usable for nothing until its HELLO has come. A new boot id under the same name means the peer
-restarted: what was known of it is forgotten first.
+Owns the links. `PeerPaths` keeps every configured peer connected; a peer may also dial us. A link is usable for nothing
+until HELLO has gone both ways, the dialler's first; until then it carries probe pages only. With several usable links
+between two hosts the leader's choice carries new handoffs and the others end with their last. A new boot id under the
+same name means the peer restarted: what was known of it is forgotten first.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,20 +16,28 @@ from typing import Final, Protocol
 
 from planner.placement import Prefiller
 from transport.link import Endpoint, Link, LinkError, PageSink
+from transport.probe import ProbeSink
+from zerocopy.daemon.paths import BY_PEER, PeerPaths
 from zerocopy.daemon.telemetry import log_event
 from zerocopy.handoff.components import Identity
 from zerocopy.handoff.errors import HandoffError, RemoteProtocolError
 from zerocopy.handoff.matching import identity_mismatch
 from zerocopy.handoff.messages import AnyMessage, Hello, decode, encode
 
-FIRST_REDIAL_S: Final = 0.2
-MAX_REDIAL_S: Final = 5.0
+# A link that is not needed any more stays this long, and as long as it is busy: the peer may have sent something over
+# it before it learned of the other one.
+RETIRE_AFTER_S: Final = 5.0
+# What a smaller handoff reaches says more about latency than about bandwidth.
+MIN_TRANSFER_BYTES: Final = 4 << 20
 
 
 class LinkListener(Protocol):
     """Who serves the messages of a peer once it has said HELLO."""
 
     def sink(self, link: Link) -> PageSink: ...
+
+    def busy(self, link: Link) -> bool:
+        """Whether a handoff or a request runs over it."""
 
     def peer_message(self, link: Link, message: AnyMessage) -> None: ...
 
@@ -39,17 +46,16 @@ class LinkListener(Protocol):
 
 @dataclass
 class Peer:
-    """One peer as this host sees it. `links` is newest last; `last_error` says why it is not connected."""
+    """One peer as this host sees it. `links` are the usable ones, newest last; `link` carries new handoffs;
+    `last_error` says why there is none."""
 
     name: str
-    addresses: tuple[str, ...] = ()
+    paths: PeerPaths | None = None  # where this host has addresses of it
     links: list[Link] = field(default_factory=list)
+    link: Link | None = None
+    preferred: Link | None = None  # of those that this host dialled
     hello: Hello | None = None
     last_error: str = "not connected yet"
-
-    @property
-    def link(self) -> Link | None:
-        return self.links[-1] if self.links else None
 
 
 class Peers:
@@ -58,10 +64,15 @@ class Peers:
     def __init__(
         self, addresses: Mapping[str, tuple[str, ...]], hello: Callable[[], Hello], listener: LinkListener
     ) -> None:
-        self._peers = {name: Peer(name, many) for name, many in addresses.items()}
+        self._peers = {name: Peer(name) for name in addresses}
+        for name, many in addresses.items():
+            if many:
+                self._peers[name].paths = PeerPaths(name, many, _Paths(self, self._peers[name]))
         self._hello = hello
         self._listener = listener
-        self._greeted: dict[Link, Hello] = {}
+        self._greeted: dict[Link, Hello] = {}  # the peer's HELLO came
+        self._said: set[Link] = set()  # ours went
+        self._dialled: set[Link] = set()
 
     def all(self) -> list[Peer]:
         return list(self._peers.values())
@@ -70,22 +81,8 @@ class Peers:
         """Keep every configured peer connected, until cancelled."""
         async with asyncio.TaskGroup() as group:
             for peer in self.all():
-                if peer.addresses:
-                    group.create_task(self._keep_connected(endpoint, peer))
-
-    async def _keep_connected(self, endpoint: Endpoint, peer: Peer) -> None:
-        delay = FIRST_REDIAL_S
-        for address in itertools.cycle(peer.addresses):
-            if peer.link is None:
-                try:
-                    await endpoint.connect(peer.name, address)
-                    delay = FIRST_REDIAL_S
-                except (LinkError, OSError) as error:
-                    if str(error) != peer.last_error:
-                        log_event("cannot reach peer", level=logging.WARNING, peer=peer.name, detail=str(error))
-                    peer.last_error = str(error)
-                    delay = min(2 * delay, MAX_REDIAL_S)
-            await asyncio.sleep(delay)
+                if peer.paths is not None:
+                    group.create_task(peer.paths.keep(endpoint))
 
     def announce(self) -> None:
         """Tell every connected peer what this host is now (engine up or down)."""
@@ -93,15 +90,16 @@ class Peers:
             for link in list(peer.links):
                 _say(link, self._hello())
 
+    def transferred(self, name: str, nbytes: float, seconds: float) -> None:
+        """A handoff with this peer committed after `nbytes` had needed `seconds` on the wire."""
+        peer = self._peers.get(name)
+        if peer and peer.paths and peer.link and nbytes >= MIN_TRANSFER_BYTES and seconds > 0:
+            peer.paths.transferred(8 * nbytes / seconds, peer.link.stats.rtt_s)
+
     # -- LinkOwner -----------------------------------------------------------------------------------------
 
     def link_opened(self, link: Link) -> PageSink:
-        peer = self._peers.setdefault(link.peer, Peer(link.peer))
-        peer.links.append(link)
-        log_event("link open", peer=link.peer, transport=link.transport)
-        # Not in this very call: the link takes messages once it has its sink.
-        asyncio.get_running_loop().call_soon(lambda: _say(link, self._hello()))
-        return self._listener.sink(link)
+        return ProbeSink(self._listener.sink(link))
 
     def link_message(self, link: Link, message: bytes) -> None:
         try:
@@ -117,24 +115,86 @@ class Peers:
             link.close(error.reason)
 
     def link_closed(self, link: Link, reason: str) -> None:
-        peer = self._peers[link.peer]
-        peer.links = [other for other in peer.links if other is not link]
-        self._greeted.pop(link, None)
-        peer.hello = self._greeted.get(peer.links[-1]) if peer.links else None
+        peer, hello = self._peers.get(link.peer), self._greeted.pop(link, None)
+        if peer is None or (hello is None and link not in self._said):
+            return  # it was only measured, or never got further
+        self._said.discard(link)
+        self._dialled.discard(link)
         peer.last_error = f"link closed: {reason}"
         log_event("link closed", peer=link.peer, reason=reason)
-        self._listener.link_lost(link, reason)
+        if hello is not None:
+            peer.links.remove(link)
+            self._settle(peer)
+            peer.hello = self._greeted[peer.link] if peer.link else None
+            self._listener.link_lost(link, reason)
+        if peer.paths is not None:
+            peer.paths.lost(link, reason)
 
     def _greet(self, link: Link, hello: Hello) -> None:
-        self._greeted[link] = hello
-        peer = self._peers[link.peer]
+        peer = self._peers.setdefault(link.peer, Peer(link.peer))
         if peer.hello is not None and peer.hello.boot_id != hello.boot_id:
             log_event("peer restarted", level=logging.WARNING, peer=link.peer)
             for old in [other for other in peer.links if other is not link]:
                 old.close("peer-restarted")
+        if link not in self._said:
+            self._said.add(link)
+            _say(link, self._hello())
+        if link not in self._greeted:
+            peer.links.append(link)
+            log_event("link open", peer=link.peer, transport=link.transport)
+            if len(peer.links) > 1:
+                asyncio.get_running_loop().call_later(RETIRE_AFTER_S, self._retire, peer)
+        self._greeted[link] = hello
         peer.hello = hello
+        self._settle(peer)
+        if peer.paths is not None:
+            peer.paths.heard(hello.addresses)
+
+    # -- which link ----------------------------------------------------------------------------------------
+
+    def use(self, link: Link) -> None:
+        """A link that this host dialled, for new handoffs once the peer has answered. Raises LinkError."""
+        link.send(encode(self._hello()))
+        self._said.add(link)
+        self._dialled.add(link)
+        self._peers.setdefault(link.peer, Peer(link.peer)).preferred = link
+
+    def _settle(self, peer: Peer) -> None:
+        """The leader's choice carries what is new; the other host follows it."""
+        theirs = [link for link in peer.links if link not in self._dialled]
+        usable = peer.links if self.leads(peer) else theirs or peer.links
+        peer.link = peer.preferred if peer.preferred in usable else usable[-1] if usable else None
+
+    def leads(self, peer: Peer) -> bool:
+        """Both hosts come to the same answer: only one of them has dialled, or the lower boot id decides."""
+        return peer.hello is None or self._dialled.issuperset(peer.links) or self._hello().boot_id < peer.hello.boot_id
+
+    def idle(self, peer: Peer) -> bool:
+        return not any(self._listener.busy(link) for link in peer.links)
+
+    def _retire(self, peer: Peer) -> None:
+        """The leader closes what is not needed; two who both did might close each other's."""
+        spare = [link for link in peer.links if link is not peer.link] if self.leads(peer) else []
+        for link in spare:
+            if self._listener.busy(link):
+                asyncio.get_running_loop().call_later(RETIRE_AFTER_S, self._retire, peer)
+            else:
+                link.close("superseded")
 
     # -- what they can do ----------------------------------------------------------------------------------
+
+    def describe(self, peer: Peer) -> dict[str, object]:
+        """For /v1/status."""
+        stats = peer.link.stats if peer.link else None
+        return {
+            "name": peer.name,
+            "connected": peer.link is not None,
+            "roles": list(peer.hello.roles) if peer.hello else [],
+            "transport": peer.link.transport if peer.link else None,
+            "rtt_ms": 1e3 * stats.rtt_s if stats and stats.rtt_s is not None else None,
+            "last_error": None if peer.link else peer.last_error,
+            **(peer.paths.describe() if peer.paths else {"path": None, "path_reason": BY_PEER, "paths": []}),
+        }
 
     def prefillers(self, mine: Identity) -> list[Prefiller]:
         """Every peer as a candidate, with the obstacle that keeps it from prefilling for this host."""
@@ -167,6 +227,31 @@ def _obstacle(peer: Peer, role: str, mine: Identity) -> str | None:
         return "its engine is not up"
     mismatch = identity_mismatch(decoder=mine, prefiller=peer.hello.identity)
     return None if mismatch is None else str(mismatch)
+
+
+class _Paths:
+    """One peer, as `PeerPaths` sees it."""
+
+    def __init__(self, peers: Peers, peer: Peer) -> None:
+        self._peers = peers
+        self._peer = peer
+
+    def standing(self) -> Link | None:
+        return self._peer.link
+
+    def leads(self) -> bool:
+        return self._peers.leads(self._peer)
+
+    def idle(self) -> bool:
+        return self._peers.idle(self._peer)
+
+    def use(self, link: Link) -> None:
+        self._peers.use(link)
+
+    def unreachable(self, why: str) -> None:
+        if why != self._peer.last_error:
+            log_event("cannot reach peer", level=logging.WARNING, peer=self._peer.name, detail=why)
+        self._peer.last_error = why
 
 
 def _say(link: Link, hello: Hello) -> None:

@@ -55,6 +55,13 @@ class Trace(msgspec.Struct):
         """KV bytes whose transfer had ended at `moment`."""
         return sum(nbytes for _began, ended, nbytes, label in self.wire if ended <= moment and label in KV)
 
+    def moved(self) -> tuple[float, float]:
+        """(bytes, busy seconds) on the wire as the sender saw them, up to the acknowledgements: what a receiver sees
+        of a page begins when its first record is already there. A decoder has the sender's word for it."""
+        if self.role == "decoder":
+            return self.source.get("wire_bytes", 0.0), self.source.get("wire_busy_s", 0.0)
+        return float(sum(self.component_bytes.values())), busy(self.wire)
+
     def seconds(self, begin: str, end: str) -> float | None:
         """Between two marks; None unless both were reached."""
         return between(self.marks, begin, end)

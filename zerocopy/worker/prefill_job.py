@@ -163,8 +163,7 @@ class PrefillJob:
         """What exists only after the last chunk: recurrent snapshot, MTP hidden row, token history."""
         schema, everything = self._facts.schema, (0, len(self._history))
         if self._slab is not None:
-            self._snapshot(self._slab)
-            yield True
+            yield from self._snapshot(self._slab)
         writers = {Component.MTP_HIDDEN: self.lane.export_hidden, Component.TOKENS: self._write_tokens}
         for component, write in writers.items():
             if spec := schema.spec(component):
@@ -175,19 +174,18 @@ class PrefillJob:
     def _write_tokens(self, view: memoryview) -> None:
         np.frombuffer(view, dtype="<u4")[:] = self._history
 
-    def _snapshot(self, slab: Slab) -> None:
+    def _snapshot(self, slab: Slab) -> Iterator[bool]:
+        """The engine writes it in one call; each part may leave while the next one's checksum is made: this is tail."""
         schema = self._facts.schema
         began = time.monotonic()
         blob = slab.view(0, schema.snapshot_bytes())
         self.lane.export_snapshot(blob)
-        parts = [
-            self._slab_part(blob, spec, layers)
-            for component in (Component.CONVOLUTION, Component.RECURRENT)
-            if (spec := schema.spec(component))
-            for layers in _layer_groups(spec)
-        ]
         self._exports.append((began, time.monotonic(), len(blob)))
-        self._send(SnapshotReady(self.job, tuple(parts)))
+        for component in (Component.CONVOLUTION, Component.RECURRENT):
+            if spec := schema.spec(component):
+                for layers in _layer_groups(spec):
+                    self._send(SnapshotReady(self.job, (self._slab_part(blob, spec, layers),)))
+                    yield True
 
     def _slab_part(self, blob: memoryview, spec: ComponentSpec, layers: Range) -> SlabPart:
         tokens = (0, len(self._history))

@@ -147,6 +147,8 @@ class SlabPart(msgspec.Struct, frozen=True):
 
 
 class SnapshotReady(msgspec.Struct, frozen=True, tag=True):
+    """Parts of the snapshot that may leave, in page order; more may follow."""
+
     job: int
     parts: tuple[SlabPart, ...]
 

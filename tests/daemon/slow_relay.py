@@ -1,0 +1,51 @@
+"""A TCP relay with a rate that can be changed while it runs: a path that is slower than another, on one machine.
+
+Owns its listening socket and its connections. It knows nothing of what it carries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+PIECE = 64 << 10
+
+
+class SlowRelay:
+    """`bits_per_s` holds per connection and direction."""
+
+    def __init__(self, target: str, bits_per_s: float) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host.strip("[]"), int(port))
+        self.bits_per_s = bits_per_s
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server
+
+    async def listen(self) -> str:
+        self._server = await asyncio.start_server(self._accepted, "127.0.0.1", 0, limit=PIECE)
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def close(self) -> None:
+        """The cable is pulled: every connection ends and none is accepted any more."""
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            there = await asyncio.open_connection(*self._target, limit=PIECE)
+            for ends in ((reader, there[1]), (there[0], writer)):
+                task = asyncio.create_task(self._carry(*ends))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with contextlib.suppress(OSError):
+                while piece := await reader.read(PIECE):
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(8 * len(piece) / self.bits_per_s)
+        finally:
+            writer.close()
