@@ -22,6 +22,7 @@ FACTS = EngineFacts(
     n_ctx=512,
     sequences=1,
     kv_tokens=512,
+    exporting_lanes=1,
     n_vocab=128,
     chunk_tokens=32,
     page_tokens=16,

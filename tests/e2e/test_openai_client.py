@@ -17,7 +17,8 @@ WANTED = {"x-zc-placement": "disaggregated", "x-zc-fallback": "deny"}
 
 @pytest.fixture(scope="module")
 def chatty(start_pair: StartPair) -> Iterator[Pair]:
-    with start_pair(model=smollm2(), decode_flags=["--tenant-requests", "3"]) as pair:
+    rings = ["--ring-mib", "8"]
+    with start_pair(model=smollm2(), prefill_flags=rings, decode_flags=[*rings, "--tenant-requests", "3"]) as pair:
         yield pair
 
 

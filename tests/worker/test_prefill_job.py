@@ -272,7 +272,7 @@ def test_a_snapshots_parts_may_leave_one_by_one(stage: OpenStage, monkeypatch: p
     job = play.prefill(prompt(40))
     told = []
     while not job.finished:
-        job.step()
+        step(job)
         list(play.read_ring())
         told.append(len(play.outbox.parts))
     assert 0 < told.index(1) < told.index(2) and max(told) > 2

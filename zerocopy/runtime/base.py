@@ -37,6 +37,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     n_ctx: int  # tokens one sequence may hold
     sequences: int  # lanes of one pool
     kv_tokens: int  # tokens all sequences of one pool may hold together
+    exporting_lanes: int  # lanes of one pool that may be in use while pages are exported from any of them
     n_vocab: int
     chunk_tokens: int  # prompt tokens per engine call; equal on both hosts for bit-equality
     page_tokens: int  # tokens per exported page; divides chunk_tokens

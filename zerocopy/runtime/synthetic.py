@@ -157,6 +157,7 @@ class SyntheticRuntime:
             n_ctx=options.n_ctx,
             sequences=options.sequences,
             kv_tokens=options.kv_tokens or options.n_ctx * options.sequences,
+            exporting_lanes=options.sequences,
             n_vocab=self._n_vocab,
             chunk_tokens=options.chunk_tokens,
             page_tokens=options.page_tokens,

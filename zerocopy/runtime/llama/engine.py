@@ -129,6 +129,8 @@ class LlamaRuntime:
             n_ctx=lane.options.n_ctx,
             sequences=lane.options.sequences,
             kv_tokens=lane.options.cells,
+            # Cells behind a sequence's window go to whoever needs some, exported or not (the engine's `find_slot`).
+            exporting_lanes=1 if self._library.c.llama_model_n_swa(self._model) else lane.options.sequences,
             n_vocab=lane.n_vocab,
             chunk_tokens=options.chunk_tokens,
             page_tokens=_page_tokens(options, longest),
