@@ -26,13 +26,15 @@ class Prefiller:
 
 @dataclass(frozen=True)
 class Decision:
-    """`prefiller` is set iff the placement is disaggregated. `refused` is set iff the request cannot run as asked."""
+    """`prefiller` is set iff the placement is disaggregated. `fallback_reason` is set iff a request that should be
+    runs here instead, `refused` iff it may not; `obstacle` is then the slug of either."""
 
     placement: Mode
     prefiller: str | None
     explanation: str
     fallback_reason: str | None = None
     refused: str | None = None
+    obstacle: str | None = None
 
 
 def choose(mode: Mode, prompt_tokens: int, prefillers: Sequence[Prefiller], *, allow_fallback: bool) -> Decision:
@@ -41,16 +43,18 @@ def choose(mode: Mode, prompt_tokens: int, prefillers: Sequence[Prefiller], *, a
     if mode == "local":
         return Decision("local", None, "local placement was asked for")
     if prompt_tokens < MIN_HANDOFF_TOKENS:
-        return _fall_back(f"a prompt of {prompt_tokens} token has no state to hand off", allow_fallback)
+        return _fall_back(
+            "prompt-too-short", f"a prompt of {prompt_tokens} token has no state to hand off", allow_fallback
+        )
     usable = [p for p in prefillers if p.obstacle is None]
     if usable:
         best = min(usable, key=lambda p: (p.queued, p.name))
         return Decision("disaggregated", best.name, f"{best.name} is connected and matches this host's engine")
     obstacles = "; ".join(f"{p.name}: {p.obstacle}" for p in prefillers) or "no peer is configured"
-    return _fall_back(f"no usable prefiller ({obstacles})", allow_fallback)
+    return _fall_back("no-prefiller", f"no usable prefiller ({obstacles})", allow_fallback)
 
 
-def _fall_back(why: str, allowed: bool) -> Decision:
+def _fall_back(obstacle: str, why: str, allowed: bool) -> Decision:
     if allowed:
-        return Decision("local", None, f"local because {why}", fallback_reason=why)
-    return Decision("local", None, why, refused=why)
+        return Decision("local", None, f"local because {why}", fallback_reason=why, obstacle=obstacle)
+    return Decision("local", None, why, refused=why, obstacle=obstacle)

@@ -201,6 +201,8 @@ class QuicLink:
             size -= self._queued.popleft()
 
     def page_sent(self, name: int, outcome: int) -> None:
+        if outcome == lib.QUIC_FAILED and self._error is None:
+            return  # `connection_closed` comes next, and knows why
         page = self._outgoing.pop(name)
         size = page.payload.nbytes
         ffi.release(page.pinned)

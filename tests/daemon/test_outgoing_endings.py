@@ -91,6 +91,24 @@ def test_an_abort_of_the_decoder_frees_everything(tmp_path: Path, reach: End) ->
     uvloop.run(scenario())
 
 
+def test_a_prompt_that_leaves_the_queue_does_not_give_away_the_lane_of_another(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            await _queued(stage)
+            stage.decoder.say(Abort(handoff_id=stage.id, epoch=0, reason="cancelled", message=""))
+            await until(lambda: stage.host.service.running == 1)
+            third = stage.ask()
+            await asyncio.sleep(0.05)
+            assert [r.handoff_id for r in stage.decoder.all(Reserve)] == [stage.first]
+            assert stage.first is not None
+            stage.decoder.say(Reject(handoff_id=stage.first, reason="no-memory", message="no ring"))
+            await stage.reserved(third)
+            stage.decoder.say(Reject(handoff_id=third, reason="no-memory", message="no ring"))
+            await until(stage.host.nothing_held)
+
+    uvloop.run(scenario())
+
+
 @STAGES
 def test_a_lost_link_frees_everything(tmp_path: Path, reach: End) -> None:
     """G8. The peer closes it, which gives a reason that is no slug."""

@@ -1,4 +1,4 @@
-"""Tiny models once per session, pairs of hosts once per module, and a cache of file digests that is not the user's."""
+"""Tiny models once per session, one pair of hosts that all share, a cache of file digests that is not the user's."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def start_pair(model_file: ModelFile, tmp_path_factory: pytest.TempPathFactory) 
     return started
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pair(start_pair: StartPair) -> Iterator[Pair]:
-    """Two hosts with the model that has every component."""
+    """Two hosts with the model that has every component; nobody kills or plans anything here."""
     with start_pair() as ready:
         yield ready

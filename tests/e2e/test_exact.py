@@ -102,12 +102,6 @@ def test_the_proof_shows_one_token_of_difference_in_every_component(pair: Pair) 
     assert all(first["state"][name] != second["state"][name] for name in first["state"])
 
 
-def test_a_proof_is_only_given_where_it_was_allowed(start_pair: StartPair) -> None:
-    with start_pair("llama", decode_flags=["--no-allow-proofs"]) as pair:
-        answer = ask(pair.decoder, prompt_of(9), "local", key=new_key())
-        assert (answer.status, answer.body["error"]["code"]) == (403, "proofs-off")
-
-
 def _digests(proof: dict[str, Any]) -> set[str]:
     return {proof["tokens"], proof["mtp_logits"], *proof["logits"], *proof["state"].values(),
             *proof["final_state"].values()}  # fmt: skip

@@ -175,7 +175,9 @@ def _refused(pair: Pair, reason: str, **plan: object) -> str:
     assert _moved(pair) == before
     assert_nothing_held(pair.prefiller, pair.decoder)
     for host in (pair.prefiller, pair.decoder):
-        assert "granted" not in host.status()["recent_handoffs"][-1]["marks"]
+        trace = host.status()["recent_handoffs"][-1]
+        assert "granted" not in trace["marks"]
+        assert trace["reason"] == reason  # also the one that was refused has heard why
     return message
 
 

@@ -19,7 +19,7 @@ def test_local_is_local_whatever_the_peers(peers: tuple[Prefiller, ...], allow: 
 def test_a_usable_prefiller_is_used(allow: bool) -> None:
     decision = choose("disaggregated", 100, [DOWN, READY], allow_fallback=allow)
     assert (decision.placement, decision.prefiller) == ("disaggregated", "p1")
-    assert (decision.fallback_reason, decision.refused) == (None, None)
+    assert (decision.fallback_reason, decision.refused, decision.obstacle) == (None, None, None)
     assert decision.explanation == "p1 is connected and matches this host's engine"
 
 
@@ -44,9 +44,10 @@ def test_with_no_usable_prefiller_the_request_falls_back_or_is_refused_naming_ev
     assert (allowed.placement, allowed.prefiller, allowed.refused) == ("local", None, None)
     assert allowed.fallback_reason == f"no usable prefiller ({why})"
     assert allowed.explanation == f"local because no usable prefiller ({why})"
+    assert allowed.obstacle == "no-prefiller"
     denied = choose("disaggregated", 100, peers, allow_fallback=False)
     assert (denied.prefiller, denied.fallback_reason) == (None, None)
-    assert denied.refused == f"no usable prefiller ({why})"
+    assert (denied.refused, denied.obstacle) == (f"no usable prefiller ({why})", "no-prefiller")
 
 
 @pytest.mark.parametrize(
@@ -58,4 +59,5 @@ def test_a_prompt_without_a_state_to_hand_off_stays(tokens: int, placement: Mode
     assert decision.placement == placement
     if placement == "local":
         assert f"a prompt of {tokens} token" in (decision.fallback_reason or "")
+        assert decision.obstacle == "prompt-too-short"
         assert choose("disaggregated", tokens, [READY], allow_fallback=False).refused

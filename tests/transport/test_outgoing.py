@@ -190,7 +190,7 @@ def test_what_waits_and_what_is_on_its_way_are_bounded(run: Run) -> None:
         assert caught.value.reason == "queue-full"
         for _ in range(WINDOW):
             bench.send("a")
-        taken = threading.Thread(target=lambda: bench.send("a"))
+        taken = threading.Thread(target=lambda: bench.send("a"), daemon=True)
         taken.start()
         taken.join(0.05)
         assert taken.is_alive(), "the window is full"

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from transport.frames import OPENING, PREAMBLE, RECORD_HEADER, TAG
 from transport.link import LinkError
@@ -22,10 +23,21 @@ ONE_PAGE = PREAMBLE + OPENING + PAGE_RECORD + DATA_RECORD
 REFUSED = {"record-tampered", "frame-malformed"}
 # which of the three depends on who gives up first, and whether the proxy resets the connection before the farewell
 STARVED = {"streams-lost", "peer-closed/streams-lost", "connection-lost"}
-BRISK = Timing(ping_s=0.03, dead_s=0.15, greet_s=2.0)
+BRISK = Timing(ping_s=0.03, dead_s=0.3, greet_s=2.0)
 
 
-async def send_through(a: Host, b: Host, address: str, fault: Fault, page: memoryview, *, again: bool) -> str:
+async def send_through(
+    a: Host, b: Host, address: str, fault: Fault, page: memoryview, *, again: bool, late: bool = False
+) -> str:
+    """As `once`. A fault that comes `late` cannot disturb the connect, but a busy machine can: then try again."""
+    for _ in range(3):
+        end = await once(a, b, address, fault, page, again=again)
+        if end != "connect" or not late:
+            break
+    return end
+
+
+async def once(a: Host, b: Host, address: str, fault: Fault, page: memoryview, *, again: bool) -> str:
     """How it ended: "connect" refused, "delivered", or the reason the receiver's link closed with."""
     async with meddled(address, fault, then_refuse=not again) as (_, proxy):
         ended = len(b.closed)
@@ -44,14 +56,16 @@ async def send_through(a: Host, b: Host, address: str, fault: Fault, page: memor
             await link.ended.wait()
 
 
-def test_every_byte_of_preamble_proof_page_and_data_is_protected(run: Run, tmp_path: Path) -> None:
-    """A flipped bit anywhere closes the link, or (a length that grew) starves the stream; never a wrong page."""
+def test_every_byte_of_preamble_proof_page_and_data_is_protected(tmp_path: Path) -> None:
+    """A flipped bit anywhere closes the link, or (a length that grew) starves the stream; never a wrong page. On one
+    loop only, for its length."""
 
     async def work() -> None:
         async with two_hosts(tmp_path, streams=1, timing=BRISK) as (a, b, address):
             page = pattern(PAGE)
             for position in range(ONE_PAGE):
-                end = await send_through(a, b, address, flip(position), page, again=False)
+                late = position >= PREAMBLE + OPENING
+                end = await send_through(a, b, address, flip(position), page, again=False, late=late)
                 assert not b.landings.published, f"byte {position} was not protected"
                 if position < PREAMBLE + OPENING:
                     assert end == "connect", position
@@ -61,7 +75,7 @@ def test_every_byte_of_preamble_proof_page_and_data_is_protected(run: Run, tmp_p
             for slot in b.landings.discarded:
                 assert not any(slot.view), "unauthenticated bytes were left in the landing"
 
-    run(work())
+    uvloop.run(work())
 
 
 @pytest.mark.parametrize("bit", [0x01, 0x80])
@@ -102,7 +116,7 @@ def test_a_page_cut_off_after_any_record_is_never_published(run: Run, tmp_path: 
         async with two_hosts(tmp_path, streams=1, record_bytes=RECORD, timing=BRISK) as (a, b, address):
             page = pattern(RECORDS * RECORD)
             for pieces in range(1, 3 + RECORDS):
-                end = await send_through(a, b, address, truncate_pieces(pieces), page, again=False)
+                end = await send_through(a, b, address, truncate_pieces(pieces), page, again=False, late=pieces > 2)
                 assert end == "connect" if pieces < 3 else end in STARVED, (pieces, end)
                 assert not b.landings.published
             assert len(b.landings.claimed) == len(b.landings.discarded) > 0
@@ -113,8 +127,8 @@ def test_a_page_cut_off_after_any_record_is_never_published(run: Run, tmp_path: 
 def test_a_page_cut_off_inside_a_record_is_never_published(run: Run, tmp_path: Path) -> None:
     async def work() -> None:
         async with two_hosts(tmp_path, streams=1, timing=BRISK) as (a, b, address):
-            for cut in range(PREAMBLE + OPENING + 1, ONE_PAGE, 7):
-                end = await send_through(a, b, address, truncate(cut), pattern(PAGE), again=False)
+            for cut in range(PREAMBLE + OPENING + 1, ONE_PAGE, 13):
+                end = await send_through(a, b, address, truncate(cut), pattern(PAGE), again=False, late=True)
                 assert end in STARVED, (cut, end)
                 assert not b.landings.published
 

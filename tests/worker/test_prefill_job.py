@@ -187,8 +187,10 @@ def test_a_layer_larger_than_the_bound_is_a_part_of_its_own(stage: OpenStage, mo
     monkeypatch.setattr(prefill_job, "SLAB_PART_BYTES", 1)
     play = stage("mamba2")
     play.exported(prompt(40))
-    layers = [(h.component, h.layers) for h in (page.header for page in play.read_slab())]
-    assert layers == [(c, (n, n + 1)) for c in (Component.CONVOLUTION, Component.RECURRENT) for n in range(3)]
+    headers = [page.header for page in play.read_slab()]
+    each = [(c, (n, n + 1)) for c in (Component.CONVOLUTION, Component.RECURRENT) for n in range(3)]
+    assert [(h.component, h.layers) for h in headers] == each
+    assert [h.final for h in headers] == [layers == (2, 3) for _, layers in each]
 
 
 def test_snapshot_parts_tile_the_slab_behind_the_engines_prefix(

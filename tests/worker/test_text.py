@@ -78,7 +78,7 @@ def test_a_stop_string_may_overlap_its_own_false_start() -> None:
     assert "".join(stream([b"aab", b"aaab"], "aaab")[0]) == "aab"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.text(alphabet="abü🙂", max_size=24),
     st.lists(st.text(alphabet="abü🙂", min_size=1, max_size=4), max_size=3),
@@ -93,7 +93,7 @@ def test_what_a_client_sees_does_not_depend_on_where_tokens_end(text: str, stop:
     assert not any(s in "".join(pieces) for s in stop)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=40), st.lists(st.integers(0, 40), max_size=8))
 def test_any_bytes_in_any_pieces_give_the_text_of_the_whole(data: bytes, at: list[int]) -> None:
     pieces, _ = stream(cut(data, [min(n, len(data)) for n in at]))

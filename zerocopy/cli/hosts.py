@@ -1,7 +1,7 @@
 """Hosts on this machine: daemons as real processes with their own keys, workers and loopback addresses.
 
-For the demo, the benches and the end-to-end tests. Owns the processes and a folder of keys and logs; `close` ends and
-removes all of it. Everything a host is told goes through the same flags a person would type.
+For the demo, the benches and the end-to-end tests. Owns the processes, which end with `close`; keys and logs stay in
+the caller's folder. Everything a host is told goes through the same flags a person would type.
 """
 
 from __future__ import annotations
@@ -161,10 +161,10 @@ class Hosts:
         self.close()
 
     def close(self) -> None:
-        """End every daemon that still runs."""
-        for host in self._hosts.values():
-            if host.process is not None and host.process.poll() is None:
-                host.stop()
+        """End every daemon that still runs, the others too when one will not."""
+        with contextlib.ExitStack() as endings:
+            for host in self._hosts.values():
+                endings.callback(host.stop)
 
 
 def smollm2() -> Path:

@@ -125,7 +125,9 @@ class Generation:
             allow_fallback=self.fallback_allowed(request),
         )
         if decision.refused:
-            raise RequestError("no-prefiller", decision.refused, 503)
+            raise RequestError(decision.obstacle or "no-prefiller", decision.refused, 503)
+        if decision.obstacle:
+            self.telemetry.fell_back(decision.obstacle)
         return decision
 
     def fallback_allowed(self, request: GenerationRequest) -> bool:
@@ -218,6 +220,7 @@ class _Session:
             if not self._service.fallback_allowed(self._request):
                 raise RequestError(error.reason, f"the handoff from {prefiller} failed: {error}", 503) from None
             self._placement, self._fallback, self._job = "local", error.reason, None
+            self._service.telemetry.fell_back(error.reason)
 
     async def _receive(self, prefiller: str) -> None:
         service, config = self._service, self._service.config
@@ -260,13 +263,20 @@ class _Session:
             message = await self._next()
             if self._first_token is None:
                 self._first_token = time.monotonic()
-                self._service.telemetry.first_token(self._placement, self._first_token - self._arrived)
+                self._count_prompt(self._first_token - self._arrived)
                 yield Started(self._placement, self._prefiller, self._fallback, len(self._tokens))
             if isinstance(message, p.TextDelta):
                 yield Delta(message.text, message.tokens, message.logprob)
             elif isinstance(message, p.Generated):
                 yield self._finished(message)
                 return
+
+    def _count_prompt(self, ttft_s: float) -> None:
+        telemetry, n = self._service.telemetry, len(self._tokens)
+        telemetry.first_token(self._placement, ttft_s)
+        transferred = n - 1 if self._prefiller else 0
+        telemetry.prompt_tokens("transferred", transferred)
+        telemetry.prompt_tokens("computed", n - transferred)
 
     async def _next(self) -> p.TextDelta | p.Generated:
         assert self._job is not None

@@ -1,0 +1,394 @@
+/* Two QUIC endpoints in one process, in one thread, with the wire in this file's hands; built with sanitizers by
+ * scripts/sanitize. Usage: quic_fuzz DATAGRAMS SEED
+ *
+ *   datagrams  that many random, mutated, cut and replayed datagrams against a listening endpoint that serves a link
+ *   peers      a trusted peer that sends nonsense inside its streams, over and over
+ *   nameless   a peer without a certificate
+ *
+ * After each part: what was sent properly has arrived exactly, nothing else was claimed, memory has not grown. */
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <errno.h>
+#include <gnutls/gnutls.h>
+#include <gnutls/x509.h>
+#include <malloc.h>
+#include <netinet/udp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "quic_internal.h"
+
+#define KEPT 4096
+#define PAGE 70000
+#define GROWTH (2 << 20)
+
+typedef struct {
+  quic_endpoint *endpoint;
+  int fd;
+  struct sockaddr_in address;
+  uint64_t link;
+  bool trusting;
+  int opened, closed, why, landed, lost, sent, claimed, control;
+  uint8_t *room;
+} side;
+
+static side client, server;
+static struct {
+  uint8_t *data;
+  size_t size;
+} corpus[KEPT];
+static size_t kept;
+static uint8_t payload[PAGE];
+static uint64_t state;
+static const char *identity;
+
+static uint64_t dice(void) { /* xorshift: the same on every machine */
+  state ^= state << 13;
+  state ^= state >> 7;
+  state ^= state << 17;
+  return state;
+}
+
+#define CHECK(condition)                                                       \
+  do {                                                                         \
+    if (!(condition)) {                                                        \
+      fprintf(stderr, "quic_fuzz: %s:%d: %s\n", __FILE__, __LINE__, #condition); \
+      abort();                                                                 \
+    }                                                                          \
+  } while (0)
+
+/* -- events -- */
+
+static int verify(void *user, uint64_t link, const uint8_t *certificate, size_t size) {
+  (void)link, (void)certificate, (void)size;
+  return ((side *)user)->trusting;
+}
+
+static void opened(void *user, uint64_t link) {
+  ((side *)user)->opened++;
+  ((side *)user)->link = link;
+}
+
+static void control(void *user, uint64_t link, const uint8_t *data, size_t size) {
+  (void)link, (void)data;
+  ((side *)user)->control += (int)size;
+}
+
+static void control_acked(void *user, uint64_t link, size_t size) { (void)user, (void)link, (void)size; }
+
+static uint8_t *claim(void *user, uint64_t link, uint64_t page, const uint8_t *header, size_t header_size,
+                      uint64_t payload_size) {
+  side *s = user;
+  (void)link, (void)page;
+  s->claimed++;
+  CHECK(header_size > 0 && header_size <= QUIC_MAX_HEADER && header[0] != 0);
+  if (payload_size != PAGE || s->room != NULL) return NULL;
+  s->room = malloc(PAGE); /* its own block: a byte too many is found */
+  return s->room;
+}
+
+static void release(side *s) {
+  free(s->room);
+  s->room = NULL;
+}
+
+static void landed(void *user, uint64_t link, uint64_t page) {
+  side *s = user;
+  (void)link, (void)page;
+  CHECK(s->room != NULL && memcmp(s->room, payload, PAGE) == 0);
+  s->landed++;
+  release(s);
+}
+
+static void lost(void *user, uint64_t link, uint64_t page, uint64_t written) {
+  (void)link, (void)page;
+  CHECK(written <= PAGE);
+  ((side *)user)->lost++;
+  release(user);
+}
+
+static void sent(void *user, uint64_t link, uint64_t page, int outcome) {
+  (void)link, (void)page, (void)outcome;
+  ((side *)user)->sent++;
+}
+
+static void closed(void *user, uint64_t link, int why, uint64_t code, const char *reason) {
+  (void)link, (void)code, (void)reason;
+  ((side *)user)->closed++;
+  ((side *)user)->why = why;
+}
+
+/* -- the wire -- */
+
+static void open_side(side *s, bool accept) {
+  quic_events events = {s, verify, opened, control, control_acked, claim, landed, lost, sent, closed};
+  quic_options options = {identity, QUIC_CUBIC, 1452, 1 << 20, 60000000000ull, 30000000000ull, 2000000000ull, 16, 8};
+  socklen_t size = sizeof s->address;
+  int off = 0;
+  memset(s, 0, sizeof *s);
+  s->trusting = true;
+  s->fd = socket(AF_INET, SOCK_DGRAM | SOCK_NONBLOCK, 0);
+  s->address = (struct sockaddr_in){.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+  CHECK(bind(s->fd, (struct sockaddr *)&s->address, size) == 0);
+  CHECK(getsockname(s->fd, (struct sockaddr *)&s->address, &size) == 0);
+  s->endpoint = quic_open(&events, &options);
+  CHECK(s->endpoint != NULL && quic_add_socket(s->endpoint, s->fd, accept) == 0);
+  setsockopt(s->fd, IPPROTO_UDP, UDP_GRO, &off, sizeof off); /* one datagram at a time, to keep */
+  s->endpoint->sockets[0].gso = false;
+}
+
+static void close_side(side *s) {
+  quic_free(s->endpoint);
+  close(s->fd);
+  release(s);
+}
+
+static void feed(side *s, const void *data, size_t size, const struct sockaddr_in *from) {
+  quic_address address = {.v4 = *from};
+  uint8_t *exact = malloc(size); /* a read beyond the datagram is found */
+  CHECK(exact != NULL || size == 0);
+  if (size > 0) memcpy(exact, data, size);
+  quic_input(s->endpoint, 0, &address, sizeof address.v4, exact, size, quic_now());
+  free(exact);
+}
+
+static int deliver(side *s, bool keep) {
+  uint8_t data[65536];
+  struct sockaddr_in from;
+  socklen_t from_size = sizeof from;
+  ssize_t size;
+  int count = 0;
+  while ((size = recvfrom(s->fd, data, sizeof data, 0, (struct sockaddr *)&from, &from_size)) >= 0) {
+    count++;
+    if (keep && kept < KEPT) {
+      corpus[kept].data = malloc((size_t)size + 1);
+      memcpy(corpus[kept].data, data, (size_t)size);
+      corpus[kept++].size = (size_t)size;
+    }
+    feed(s, data, (size_t)size, &from);
+  }
+  return count;
+}
+
+static void turn(bool keep) {
+  quic_step(client.endpoint, quic_now());
+  int count = deliver(&server, keep);
+  quic_step(server.endpoint, quic_now());
+  count += deliver(&client, false);
+  if (count == 0) usleep(50);
+}
+
+/* Until `*counter` has reached `wanted`, or two seconds. */
+static bool turn_until(const int *counter, int wanted, bool keep) {
+  uint64_t end = quic_now() + 2000000000ull;
+  while (*counter < wanted && quic_now() < end) turn(keep);
+  return *counter >= wanted;
+}
+
+static uint64_t dial(void) {
+  uint64_t link = quic_connect(client.endpoint, 0, &server.address, sizeof server.address);
+  CHECK(link != 0);
+  return link;
+}
+
+static void meet(bool keep) {
+  int before = server.opened;
+  client.link = dial();
+  CHECK(turn_until(&server.opened, before + 1, keep));
+  quic_accept_pages(server.endpoint, server.link);
+}
+
+static void send_good_page(bool keep) {
+  int landed_before = server.landed, sent_before = client.sent;
+  CHECK(quic_send_page(client.endpoint, client.link, 1, "header", 6, payload, PAGE) == 0);
+  CHECK(turn_until(&server.landed, landed_before + 1, keep));
+  CHECK(turn_until(&client.sent, sent_before + 1, keep));
+}
+
+/* -- datagrams -- */
+
+static size_t mutate(uint8_t *data) {
+  size_t pick = (size_t)(dice() % kept), size = corpus[pick].size;
+  memcpy(data, corpus[pick].data, size);
+  switch (dice() % 6) {
+    case 0: /* replayed as it was */
+      break;
+    case 1: /* cut */
+      size = (size_t)(dice() % (size + 1));
+      break;
+    case 2: /* bits */
+      for (uint64_t n = 1 + dice() % 8; n > 0 && size > 0; n--) data[dice() % size] ^= (uint8_t)(1u << dice() % 8);
+      break;
+    case 3: /* the header only: what is read before anything is authentic */
+      for (uint64_t n = 1 + dice() % 4; n > 0; n--) data[dice() % (size < 64 ? size : 64)] = (uint8_t)dice();
+      break;
+    case 4: /* longer than it was */
+      for (size_t n = (size_t)(dice() % 200); n > 0 && size < 2000; n--) data[size++] = (uint8_t)dice();
+      break;
+    default: { /* the start of one, the end of another */
+      size_t other = (size_t)(dice() % kept), at = (size_t)(dice() % (size + 1));
+      size = at + (corpus[other].size > at ? corpus[other].size - at : 0);
+      if (corpus[other].size > at) memcpy(data + at, corpus[other].data + at, corpus[other].size - at);
+    }
+  }
+  return size;
+}
+
+static size_t junk(uint8_t *data) {
+  size_t size = (size_t)(dice() % 1500);
+  for (size_t i = 0; i < size; i++) data[i] = (uint8_t)dice();
+  if (size > 6 && dice() % 2) memcpy(data, "\xc0\x00\x00\x00\x01", 5); /* a long header of QUIC version 1 */
+  return size;
+}
+
+static void fuzz_datagrams(long count) {
+  uint8_t data[4096];
+  meet(true);
+  quic_send_control(client.endpoint, client.link, "hello", 5);
+  for (int i = 0; i < 12; i++) send_good_page(true);
+  size_t before = 0;
+  for (long i = 0; i < count; i++) {
+    size_t size = dice() % 4 == 0 ? junk(data) : mutate(data);
+    struct sockaddr_in from = client.address;
+    if (dice() % 8 == 0) { /* another address, but never of another machine */
+      from.sin_addr.s_addr = htonl(INADDR_LOOPBACK + (uint32_t)(dice() % 200));
+      from.sin_port = (uint16_t)(dice() | 1);
+    }
+    feed(&server, data, size, &from);
+    if (i % 2000 == 1999) {
+      send_good_page(false);
+      if (i >= count / 10 && before == 0) before = mallinfo2().uordblks;
+    }
+  }
+  send_good_page(false);
+  CHECK(server.opened == 1 && server.closed == 0 && server.claimed == server.landed && server.control == 5);
+  uint64_t end = quic_now() + 3000000000ull; /* whatever handshakes replays began are over by now */
+  quic_counts counts;
+  do {
+    turn(false);
+    quic_count(server.endpoint, &counts);
+  } while (counts.links > 1 && quic_now() < end);
+  CHECK(counts.links == 1);
+#ifndef __SANITIZE_ADDRESS__ /* its allocator does not count */
+  CHECK(mallinfo2().uordblks < before + GROWTH);
+#endif
+  printf("datagrams: %ld from a corpus of %zu, %llu ignored, %llu retries, %d pages exact meanwhile\n", count, kept,
+         (unsigned long long)counts.ignored, (unsigned long long)counts.retries_sent, server.landed);
+}
+
+/* -- trusted peers that send nonsense -- */
+
+static void fuzz_peer(void) {
+  meet(false);
+  quic_link *link = client.endpoint->links[client.link & 0xffff];
+  for (uint64_t n = 1 + dice() % 6; n > 0; n--) {
+    uint8_t header[QUIC_MAX_HEADER] = {1};
+    uint64_t size = dice() % 2 ? PAGE : 1 + dice() % PAGE;
+    if (quic_send_page(client.endpoint, client.link, n, header, 1 + dice() % 256, payload, size) != 0) break;
+    quic_page_out *page = link->sending.last;
+    switch (dice() % 5) {
+      case 0: /* sizes that are lies, small ones and huge ones */
+        page->preamble[dice() % QUIC_PREAMBLE] = (uint8_t)dice();
+        break;
+      case 1: /* a stream that ends too early */
+        page->payload_size = dice() % page->payload_size;
+        break;
+      case 2: /* within the preamble, even */
+        page->preamble_size = 1 + dice() % page->preamble_size;
+        page->payload_size = 0;
+        break;
+      case 3:
+        for (uint64_t rounds = dice() % 3; rounds > 0; rounds--) turn(false);
+        quic_cancel_page(client.endpoint, client.link, n);
+        break;
+      default:
+        break;
+    }
+  }
+  if (dice() % 4 == 0) quic_send_control(client.endpoint, client.link, payload, dice() % PAGE);
+  for (uint64_t rounds = 5 + dice() % 30; rounds > 0; rounds--) turn(false);
+  quic_close(client.endpoint, client.link, "next", 0);
+  CHECK(turn_until(&server.closed, server.opened, false));
+  CHECK(server.room == NULL);
+}
+
+static void fuzz_peers(int count) {
+  for (int i = 0; i < count; i++) fuzz_peer();
+  CHECK(server.opened == server.closed);
+  meet(false);
+  send_good_page(false);
+  printf("peers: %d that sent nonsense, %d pages claimed, %d landed, %d lost\n", count, server.claimed, server.landed,
+         server.lost);
+}
+
+/* -- no certificate at all, and one that is not trusted -- */
+
+static void refuse(bool nameless) {
+  gnutls_certificate_credentials_t empty;
+  int opened_before = server.opened, closed_before = server.closed;
+  client.link = dial();
+  quic_link *link = client.endpoint->links[client.link & 0xffff];
+  CHECK(gnutls_certificate_allocate_credentials(&empty) == 0);
+  if (nameless) CHECK(gnutls_credentials_set(link->session, GNUTLS_CRD_CERTIFICATE, empty) == 0);
+  server.trusting = nameless;
+  CHECK(turn_until(&server.closed, closed_before + 1, false));
+  CHECK(server.opened == opened_before && (server.why == QUIC_CLOSED_UNTRUSTED || server.why == QUIC_CLOSED_REFUSED));
+  int client_closed = client.closed;
+  if (client_closed == 0) CHECK(turn_until(&client.closed, 1, false));
+  CHECK(client.why == QUIC_CLOSED_REFUSED);
+  gnutls_certificate_free_credentials(empty);
+}
+
+static void part(void (*run)(int), int argument) {
+  open_side(&server, true);
+  open_side(&client, false);
+  run(argument);
+  close_side(&client);
+  close_side(&server);
+}
+
+static void refuse_both(int unused) {
+  (void)unused;
+  refuse(true);
+  client.closed = 0;
+  refuse(false);
+  printf("nameless: refused, and so is an untrusted name\n");
+}
+
+static void run_datagrams(int count) { fuzz_datagrams(count); }
+
+static const char *make_identity(void) {
+  static char pem[16384];
+  gnutls_x509_privkey_t key;
+  gnutls_x509_crt_t certificate;
+  size_t key_size = sizeof pem / 2, size;
+  CHECK(gnutls_x509_privkey_init(&key) == 0 && gnutls_x509_crt_init(&certificate) == 0);
+  CHECK(gnutls_x509_privkey_generate(key, GNUTLS_PK_ECDSA, GNUTLS_CURVE_TO_BITS(GNUTLS_ECC_CURVE_SECP256R1), 0) == 0);
+  CHECK(gnutls_x509_crt_set_version(certificate, 3) == 0 && gnutls_x509_crt_set_serial(certificate, "1", 1) == 0);
+  CHECK(gnutls_x509_crt_set_dn(certificate, "CN=fuzz", NULL) == 0);
+  CHECK(gnutls_x509_crt_set_activation_time(certificate, 1000000000) == 0);
+  CHECK(gnutls_x509_crt_set_expiration_time(certificate, 4000000000) == 0);
+  CHECK(gnutls_x509_crt_set_key(certificate, key) == 0);
+  CHECK(gnutls_x509_crt_sign2(certificate, certificate, key, GNUTLS_DIG_SHA256, 0) == 0);
+  CHECK(gnutls_x509_privkey_export(key, GNUTLS_X509_FMT_PEM, pem, &key_size) == 0);
+  size = sizeof pem - key_size - 1;
+  CHECK(gnutls_x509_crt_export(certificate, GNUTLS_X509_FMT_PEM, pem + key_size, &size) == 0);
+  gnutls_x509_crt_deinit(certificate);
+  gnutls_x509_privkey_deinit(key);
+  return pem;
+}
+
+int main(int argc, char **argv) {
+  CHECK(argc == 3);
+  identity = make_identity();
+  state = strtoull(argv[2], NULL, 10) * 2654435761u + 1;
+  for (size_t i = 0; i < PAGE; i++) payload[i] = (uint8_t)dice();
+  part(run_datagrams, atoi(argv[1]));
+  part(fuzz_peers, 200);
+  part(refuse_both, 0);
+  for (size_t i = 0; i < kept; i++) free(corpus[i].data);
+  return 0;
+}

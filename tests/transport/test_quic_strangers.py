@@ -1,0 +1,218 @@
+"""Who may not talk over QUIC, and what it costs this host when they try (X1, X2): keys, addresses, replays, junk."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("native._quic", reason="ngtcp2 is not installed")
+
+from transport.link import LinkError
+from transport.quic import QuicEndpoint
+from transport.quic_engine import EngineOptions
+from transport.tcp_link import Timing
+
+from .conftest import Run
+from .hosts import pattern
+from .quic_hosts import QuicHost, two_hosts
+from .udp_relay import relay
+
+SHORT = Timing(ping_s=0.1, dead_s=2.0, greet_s=0.6)
+
+
+def _pair(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def _retried(host: QuicHost) -> int:
+    return counts(host.endpoint)["retries_sent"]
+
+
+def counts(endpoint: QuicEndpoint) -> dict[str, int]:
+    return endpoint.engine.counts()
+
+
+def test_a_client_whose_key_is_not_trusted_is_refused_before_anything_is_known_of_it(run: Run, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with two_hosts(tmp_path) as (_, b, address):
+            mallory = QuicHost(tmp_path, "mallory")
+            mallory.trust(b)  # it knows b's key; b does not know its
+            mallory.open()
+            with pytest.raises(LinkError, match="is this host's key trusted there") as caught:
+                await mallory.endpoint.connect("b", address)
+            assert caught.value.reason == "refused"
+            assert not b.links and not mallory.links and not b.endpoint._connections
+            await mallory.endpoint.close()
+
+    run(work())
+
+
+def test_a_server_whose_key_is_not_the_one_trusted_is_refused_by_the_client(run: Run, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with two_hosts(tmp_path) as (a, b, _):
+            mallory = QuicHost(tmp_path, "mallory")
+            mallory.trust(a)  # it would accept a; a takes it for b
+            mallory.open()
+            address = await mallory.endpoint.listen("127.0.0.1:0")
+            with pytest.raises(LinkError, match="compare") as caught:
+                await a.endpoint.connect("b", address)
+            assert caught.value.reason == "wrong-key"
+            assert not a.links and not mallory.links and not b.links
+            await mallory.endpoint.close()
+
+    run(work())
+
+
+def test_a_trusted_peer_in_another_peers_place_is_refused(run: Run, tmp_path: Path) -> None:
+    """That c's key is trusted does not make c b."""
+
+    async def work() -> None:
+        async with two_hosts(tmp_path) as (a, _, _address):
+            c = QuicHost(tmp_path, "c")
+            c.trust(a)
+            a.trust(c)
+            c.open()
+            address = await c.endpoint.listen("127.0.0.1:0")
+            with pytest.raises(LinkError) as caught:
+                await a.endpoint.connect("b", address)
+            assert caught.value.reason == "wrong-key" and not a.links and not c.links
+            await c.endpoint.close()
+
+    run(work())
+
+
+def test_trust_given_and_taken_while_running_counts_at_once(run: Run, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with two_hosts(tmp_path) as (_, b, address):
+            c = QuicHost(tmp_path, "c")
+            c.trust(b)
+            c.open()
+            with pytest.raises(LinkError):
+                await c.endpoint.connect("b", address)
+            b.trust(c)
+            link = await c.endpoint.connect("b", address)
+            assert b.links[-1].peer == "c"
+            b.keys.forget("c")
+            await link.send_page(b"still", pattern(1000))  # links already open stay
+            with pytest.raises(LinkError):
+                await c.endpoint.connect("b", address)
+            await c.endpoint.close()
+
+    run(work())
+
+
+def test_an_unknown_peer_is_not_dialled_at_all(run: Run, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with two_hosts(tmp_path) as (a, b, address):
+            with pytest.raises(LinkError) as caught:
+                await a.endpoint.connect("nobody", address)
+            assert caught.value.reason == "unknown-peer"
+            await asyncio.sleep(0.05)
+            assert counts(b.endpoint)["datagrams_received"] == 0
+
+    run(work())
+
+
+def test_an_address_that_proved_nothing_gets_one_small_datagram_and_no_memory(run: Run, tmp_path: Path) -> None:
+    """A spoofed address must neither cost memory here nor be flooded by us."""
+
+    async def work() -> None:
+        async with two_hosts(tmp_path) as (a, b, address), relay(address) as path:
+            await a.endpoint.connect("b", path.address)
+            first = next(data for way, data in path.kept if way == "up")
+            before = counts(b.endpoint)
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as spoofer:
+                spoofer.setblocking(False)
+                for _ in range(200):
+                    spoofer.sendto(first, _pair(address))
+                await b.until(lambda: counts(b.endpoint)["retries_sent"] == before["retries_sent"] + 200)
+                answers = [spoofer.recv(65536) for _ in range(100)]
+            assert all(len(answer) < len(first) for answer in answers)
+            assert counts(b.endpoint)["links"] == before["links"] == 1
+
+    run(work())
+
+
+def test_a_token_of_another_address_opens_nothing(run: Run, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with two_hosts(tmp_path, timing=SHORT) as (a, b, address), relay(address) as path:
+            passes = path.fate
+            path.fate = lambda way, data: passes(way, data) if way == "down" or _retried(b) == 0 else []  # type: ignore[method-assign]
+            with pytest.raises(LinkError) as caught:
+                await a.endpoint.connect("b", path.address)
+            assert caught.value.reason == "unreachable"
+            with_token = [data for way, data in path.kept if way == "up"][-1]
+            before = _retried(b)
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as thief:
+                thief.sendto(with_token, _pair(address))
+                await b.until(lambda: _retried(b) == before + 1)
+            assert counts(b.endpoint)["links"] == 0
+            path.inject(with_token)  # the same from its own address
+            await b.until(lambda: counts(b.endpoint)["links"] == 1)
+
+    run(work())
+
+
+def test_replaying_a_whole_connection_changes_nothing_during_it_or_after(run: Run, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with two_hosts(tmp_path, timing=SHORT) as (a, b, address), relay(address) as path:
+            link = await a.endpoint.connect("b", path.address)
+            link.send(b"once")
+            await link.send_page(b"page", pattern(300_000))
+            await b.until(lambda: b.messages == [b"once"])
+            recorded = [data for way, data in path.kept if way == "up"]
+            for data in recorded:
+                path.inject(data)
+            await asyncio.sleep(0.2)
+            await link.send_page(b"more", pattern(300_000, 2))
+            assert b.landings.claimed == [b"page", b"more"] and b.messages == [b"once"]
+            link.close("done")
+            await b.until(lambda: bool(b.closed))
+            await asyncio.sleep(0.3)  # past the closing period
+            for data in recorded:
+                path.inject(data)
+            await asyncio.sleep(1.5)  # past what a handshake may take
+            assert counts(b.endpoint)["links"] == 0
+            assert len(b.links) == 1 and b.messages == [b"once"] and b.landings.claimed == [b"page", b"more"]
+
+    run(work())
+
+
+def test_handshakes_that_never_end_are_bounded_and_over_in_time(run: Run, tmp_path: Path) -> None:
+    async def work() -> None:
+        options = EngineOptions(greet_s=0.5, max_greeting=4)
+        async with two_hosts(tmp_path, timing=SHORT) as (a, b, _):
+            await b.endpoint.close()
+            address = await b.open(options=options).listen("127.0.0.1:0")
+            async with relay(address) as path:
+                passes = path.fate  # nothing of the server's comes through but its Retry
+                path.fate = lambda way, data: passes(way, data) if way == "up" or data[0] >> 4 == 0xF else []  # type: ignore[method-assign]
+                dialling = [asyncio.ensure_future(a.endpoint.connect("b", path.address)) for _ in range(12)]
+                await b.until(lambda: counts(b.endpoint)["refused"] > 0)
+                assert counts(b.endpoint)["links"] == 4
+                results = await asyncio.gather(*dialling, return_exceptions=True)
+                assert all(isinstance(r, LinkError) and r.reason == "unreachable" for r in results)
+                await b.until(lambda: counts(b.endpoint)["links"] == 0)
+            await a.endpoint.connect("b", address)
+
+    run(work())
+
+
+def test_junk_of_every_size_is_ignored_while_pages_flow(run: Run, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with two_hosts(tmp_path) as (a, b, address):
+            link = await a.endpoint.connect("b", address)
+            sending = asyncio.gather(*(link.send_page(b"%d" % i, pattern(1 << 20, i)) for i in range(20)))
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+                for size in range(0, 1500, 3):
+                    stranger.sendto(os.urandom(size), _pair(address))
+            await sending
+            assert all(b.landings.payload(b"%d" % i) == pattern(1 << 20, i) for i in range(20))
+            assert counts(b.endpoint)["links"] == 1 and counts(b.endpoint)["ignored"] > 300
+
+    run(work())
