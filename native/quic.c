@@ -8,6 +8,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __linux__
+#include <sys/prctl.h>
+#endif
 #include <sys/random.h>
 #include <time.h>
 #include <unistd.h>
@@ -189,6 +192,10 @@ static bool wait_for(quic_endpoint *endpoint, struct pollfd *fds, uint64_t until
 
 void quic_run(quic_endpoint *endpoint) {
   struct pollfd fds[QUIC_MAX_SOCKETS + 1] = {0};
+#ifdef __linux__
+  prctl(PR_SET_NAME, "zc-quic");
+  prctl(PR_SET_TIMERSLACK, 1); /* pacing is late by this much per burst; the default is 50 us */
+#endif
   for (;;) {
     uint64_t next = quic_step(endpoint, quic_now());
     bool woken = wait_for(endpoint, fds, next);

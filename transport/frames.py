@@ -24,6 +24,7 @@ always associated data. Bounds: `MAX_MESSAGE`, `MAX_INTERNAL`, `MAX_RECORD`, `MA
 from __future__ import annotations
 
 import enum
+import functools
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -200,7 +201,10 @@ class Kind(enum.IntEnum):
     REKEY = 4
 
 
-_LIMITS: Final = {Kind.OPEN: 0, Kind.PAGE: MAX_ANNOUNCEMENT, Kind.DATA: MAX_RECORD, Kind.REKEY: 0}
+# by wire value: the kind and the longest plaintext it may have
+_KINDS: Final = {kind.value: (kind, limit) for kind, limit in (
+    (Kind.OPEN, 0), (Kind.PAGE, MAX_ANNOUNCEMENT), (Kind.DATA, MAX_RECORD), (Kind.REKEY, 0)
+)}  # fmt: skip
 
 
 class RecordHeader(NamedTuple):
@@ -216,10 +220,11 @@ class RecordHeader(NamedTuple):
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> RecordHeader:
         """Bounds only: nothing is authentic before the record's tag is."""
-        kind, flags, zero, length, page, offset = _RECORD.unpack_from(data)
-        if kind not in Kind._value2member_map_ or flags not in (0, FINAL) or zero or length > _LIMITS[Kind(kind)]:
-            raise malformed(f"record of kind {kind}, flags {flags}, length {length}")
-        return cls(Kind(kind), bool(flags), length, page, offset)
+        code, flags, zero, length, page, offset = _RECORD.unpack_from(data)
+        kind, limit = _KINDS.get(code, (Kind.OPEN, -1))
+        if length > limit or flags not in (0, FINAL) or zero:
+            raise malformed(f"record of kind {code}, flags {flags}, length {length}")
+        return cls(kind, bool(flags), length, page, offset)
 
 
 @dataclass(frozen=True)
@@ -230,9 +235,14 @@ class PageShape:
     record_bytes: int
     header: bytes
 
-    @property
+    @functools.cached_property
     def records(self) -> int:
         return -(-self.payload_bytes // self.record_bytes)
+
+    @functools.cached_property
+    def packed(self) -> bytes:
+        """PAGE's plaintext, and the end of each of its records' associated data."""
+        return _PAGE.pack(self.payload_bytes, self.record_bytes) + self.header
 
     def record(self, page: int, index: int) -> RecordHeader:
         offset = index * self.record_bytes
@@ -245,9 +255,6 @@ class PageShape:
         if rest or index >= self.records or self.record(record.page, index) != record:
             raise malformed(f"record [{record.offset}, +{record.length}) of a page of {self.payload_bytes} bytes")
         return index
-
-    def pack(self) -> bytes:
-        return _PAGE.pack(self.payload_bytes, self.record_bytes) + self.header
 
     @classmethod
     def unpack(cls, data: bytes) -> PageShape:
@@ -313,11 +320,11 @@ def seal(keys: KeyChain, header: RecordHeader, plaintext: bytes | memoryview, bo
     return end
 
 
-def unseal(keys: KeyChain, header: RecordHeader, sealed: memoryview, bound: bytes, into: memoryview) -> None:
-    """Decrypt `sealed` (ciphertext and tag) into `into`, exactly `header.length` bytes. On LinkError
-    ("record-tampered") `into` may hold unauthenticated bytes: the caller wipes it."""
+def unseal(keys: KeyChain, head: bytes, sealed: memoryview, bound: bytes, into: memoryview) -> None:
+    """Decrypt `sealed` (ciphertext and tag) into `into`, of exactly the plaintext's length. `head` is the record's
+    header as it came. On LinkError ("record-tampered") `into` may hold unauthenticated bytes: the caller wipes it."""
     try:
-        keys.cipher.decrypt_into(keys.nonce(header.length), sealed, header.pack() + bound, into)
+        keys.cipher.decrypt_into(keys.nonce(len(into)), sealed, head + bound, into)
     except InvalidTag:
         raise LinkError(
             "record-tampered", "a record failed its authentication tag: the path changes data, or is attacked"

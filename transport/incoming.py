@@ -54,7 +54,8 @@ class IncomingPages:
         self._stats = stats
         self._acknowledge = acknowledge
         self._turn_s = turn_s
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._pages: dict[int, IncomingPage] = {}
         self._next_claim = 0
         self._skipped: set[int] = set()  # cancelled before their turn
@@ -62,7 +63,7 @@ class IncomingPages:
     def announce(self, number: int, announcement: bytes) -> PageShape:
         """A PAGE record, or its repetition. Raises LinkError if it is out of bounds or contradicts an earlier one."""
         shape = PageShape.unpack(announcement)
-        with self._changed:
+        with self._lock:
             known = self._pages.get(number)
             if known is not None and known.shape != shape:
                 raise malformed(f"page {number} announced twice, differently")
@@ -76,7 +77,7 @@ class IncomingPages:
     def begin(self, number: int, index: int, record: RecordHeader, stopped: Callable[[], bool]) -> memoryview | None:
         """Where to decrypt this record, or None: verify and drop it. Call `finish` after writing. Raises LinkError
         ("stream-lost") if it would have to wait for its turn and `stopped()`, see `wake`."""
-        with self._changed:
+        with self._lock:
             self._claim_through(number, stopped)
             page = self._pages.get(number)
             if page is None or page.landing is None or page.dead or page.taken[index]:
@@ -120,7 +121,7 @@ class IncomingPages:
 
     def finish(self, number: int) -> None:
         """The record begun is decrypted and its tag verified; publishes the page if it was the last."""
-        with self._changed:
+        with self._lock:
             page = self._pages[number]
             page.writers -= 1
             if page.writers or (page.left and not page.dead):
@@ -131,14 +132,14 @@ class IncomingPages:
             return
         assert page.landing is not None
         page.landing.publish()
-        with self._changed:
+        with self._lock:
             self._stats.pages_received += 1
             self._stats.page_bytes_received += page.shape.payload_bytes
         self._acknowledge(number)
 
     def cancel(self, number: int) -> None:
         """The sender gave the page up. Unknown if it is complete already: then nothing happens."""
-        with self._changed:
+        with self._lock:
             if number >= self._next_claim + WINDOW:
                 raise malformed(f"page {number} cancelled, far beyond page {self._next_claim}")
             page = self._pages.get(number)
@@ -158,7 +159,7 @@ class IncomingPages:
 
     def wake(self) -> None:
         """A stream stopped: its receiver must not wait any longer. Any thread."""
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
 
     def close(self) -> None:

@@ -73,7 +73,8 @@ class OutgoingPages:
         self._record_bytes = record_bytes
         self._stats = stats
         self._settled = settled
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._waiting: deque[OutgoingPage] = deque()
         self._open: list[OutgoingPage] = []  # begun, with records not yet taken; oldest first
         self._again: deque[tuple[OutgoingPage, int]] = deque()
@@ -92,7 +93,7 @@ class OutgoingPages:
         future = PageFuture(loop)
         page = OutgoingPage(PageShape(payload.nbytes, self._record_bytes, header), payload.cast("B"), future)
         future.stop = lambda: self._cancel(page)
-        with self._changed:
+        with self._lock:
             if self._error is not None:
                 raise self._error
             if len(self._waiting) >= MAX_QUEUED_PAGES:
@@ -105,7 +106,7 @@ class OutgoingPages:
 
     def take(self, stream: Hashable) -> tuple[OutgoingPage, int] | None:
         """The next record for `stream` to send, or None when it should end. Blocks. Call `read` once sealed."""
-        with self._changed:
+        with self._lock:
             while self._error is None and stream not in self._gone:
                 found = self._next(stream)
                 if found is not None:
@@ -124,7 +125,11 @@ class OutgoingPages:
             page, index = self._again.popleft()
             if not (page.done or page.cancelled):
                 return page, index
-        own = next((page for page in self._open if page.home in (stream, None)), None)
+        own = None
+        for page in self._open:
+            if page.home in (stream, None):
+                own = page
+                break
         if own is None and self._waiting and len(self._in_flight) < WINDOW:
             own = self._begin()
         if own is not None:
@@ -148,7 +153,7 @@ class OutgoingPages:
 
     def read(self, page: OutgoingPage, length: int) -> None:
         """The record taken is sealed: this thread no longer reads the payload."""
-        with self._changed:
+        with self._lock:
             self._stats.page_bytes_sent += length
             page.readers -= 1
             stopped = page.readers == 0 and (page.done or page.cancelled or self._error is not None)
@@ -157,7 +162,7 @@ class OutgoingPages:
 
     def leave(self, stream: Hashable) -> None:
         """`take` returns None to this stream from now on. Any thread."""
-        with self._changed:
+        with self._lock:
             self._gone.add(stream)
             self._changed.notify_all()
 
@@ -166,7 +171,7 @@ class OutgoingPages:
     def settle(self, page: OutgoingPage) -> bool:
         """Resolve the page's future if nothing reads its payload. Idempotent. True, once, if the peer has begun to
         receive a page that was cancelled and must be told."""
-        with self._changed:
+        with self._lock:
             ready = page.readers == 0 and (page.done or page.cancelled or self._error is not None)
         if not ready or page.future.done():
             return False
@@ -177,7 +182,7 @@ class OutgoingPages:
     def acknowledge(self, numbers: Iterable[int]) -> None:
         """The peer has these pages, or dropped them. Raises LinkError for a page that is not on its way."""
         pages: list[OutgoingPage] = []
-        with self._changed:
+        with self._lock:
             if len(self._in_flight) >= WINDOW:
                 self._changed.notify_all()
             for number in numbers:
@@ -197,7 +202,7 @@ class OutgoingPages:
     def lose(self, stream: Hashable) -> list[OutgoingPage]:
         """Queue again whatever `stream` carried and nobody acknowledged; returns the pages it had announced."""
         announced = []
-        with self._changed:
+        with self._lock:
             self._gone.discard(stream)  # its threads have ended: nobody asks for it again
             for page in self._in_flight.values():
                 page.home = None if page.home == stream else page.home
@@ -209,7 +214,7 @@ class OutgoingPages:
         return announced
 
     def _cancel(self, page: OutgoingPage) -> None:
-        with self._changed:
+        with self._lock:
             page.cancelled = True
             if page.number < 0 and self._error is None:
                 self._waiting.remove(page)
@@ -222,7 +227,7 @@ class OutgoingPages:
 
     def close(self, error: LinkError) -> None:
         """Fail everything. A page still being read fails when `read` says it no longer is."""
-        with self._changed:
+        with self._lock:
             self._error = error
             pages = [*self._waiting, *self._in_flight.values()]
             self._waiting.clear()

@@ -111,6 +111,9 @@ class BulkStream:
     def info(self) -> TcpInfo | None:
         return read_tcp_info(self._sock)
 
+    def _is_stopped(self) -> bool:
+        return self._stopped
+
     def release(self) -> None:
         """After `ended`: the threads are as good as gone."""
         for thread in self._threads:
@@ -144,24 +147,24 @@ class BulkStream:
         current: OutgoingPage | None = None
         while (work := self._outgoing.take(self)) is not None:
             page, index = work
+            record = page.shape.record(page.number, index)
             try:
-                size = self._seal_next(page, index, page is not current, staging)
+                size = self._seal_next(page, record, page is not current, staging)
             finally:
-                self._outgoing.read(page, page.shape.record(page.number, index).length)
+                self._outgoing.read(page, record.length)
             current = page
             self._sock.sendall(staging[:size])
 
-    def _seal_next(self, page: OutgoingPage, index: int, announce: bool, staging: memoryview) -> int:
+    def _seal_next(self, page: OutgoingPage, record: RecordHeader, announce: bool, staging: memoryview) -> int:
         """Everything that must go out for one record of `page`, into staging; returns its size."""
         size = 0
-        keys, announcement = self._send_keys, page.shape.pack()
+        keys, announcement = self._send_keys, page.shape.packed
         if keys.worn:
             size += seal(keys, RecordHeader(Kind.REKEY, False, 0, 0, 0), b"", b"", staging)
             keys.advance()
         if announce:
             header = RecordHeader(Kind.PAGE, False, len(announcement), page.number, 0)
             size += seal(keys, header, announcement, b"", staging[size:])
-        record = page.shape.record(page.number, index)
         payload = page.payload[record.offset : record.offset + record.length]
         return size + seal(keys, record, payload, announcement, staging[size:])
 
@@ -172,7 +175,8 @@ class BulkStream:
         head = memoryview(bytearray(RECORD_HEADER))
         number, shape, ahead = -1, PageShape(0, 1, b""), False
         while ahead or self._fill(head, idle=True):
-            record = RecordHeader.unpack(head)
+            as_it_came = bytes(head)
+            record = RecordHeader.unpack(as_it_came)
             size = record.length + TAG
             sealed = staging[:size]
             ahead = record.kind == Kind.PAGE  # a PAGE leaves together with its first DATA: read on into its header
@@ -180,31 +184,30 @@ class BulkStream:
             if ahead:
                 head[:] = staging[size : size + RECORD_HEADER]
             if record.kind == Kind.DATA and record.page == number:
-                self._land(record, shape, sealed)
+                self._land(record, as_it_came, shape, sealed)
             elif record.kind == Kind.PAGE:
-                number, shape = record.page, self._announced(record, sealed)
+                number, shape = record.page, self._announced(record, as_it_came, sealed)
             elif record.kind == Kind.REKEY:
-                unseal(self._receive_keys, record, sealed, b"", sealed[:0])
+                unseal(self._receive_keys, as_it_came, sealed, b"", sealed[:0])
                 self._receive_keys.advance()
             else:
                 raise malformed(f"record of kind {record.kind.name} for page {record.page} while page {number} is open")
 
-    def _announced(self, record: RecordHeader, sealed: memoryview) -> PageShape:
+    def _announced(self, record: RecordHeader, head: bytes, sealed: memoryview) -> PageShape:
         announcement = memoryview(bytearray(record.length))
-        unseal(self._receive_keys, record, sealed, b"", announcement)
+        unseal(self._receive_keys, head, sealed, b"", announcement)
         return self._incoming.announce(record.page, bytes(announcement))
 
-    def _land(self, record: RecordHeader, shape: PageShape, sealed: memoryview) -> None:
-        index, bound = shape.index_of(record), shape.pack()
-        into = self._incoming.begin(record.page, index, record, lambda: self._stopped)
+    def _land(self, record: RecordHeader, head: bytes, shape: PageShape, sealed: memoryview) -> None:
+        into = self._incoming.begin(record.page, shape.index_of(record), record, self._is_stopped)
         if into is None:
             scratch = memoryview(mmap.mmap(-1, record.length))  # rare: a dropped page, or one that came twice
             try:
-                unseal(self._receive_keys, record, sealed, bound, scratch)
+                unseal(self._receive_keys, head, sealed, shape.packed, scratch)
             finally:
                 wipe(scratch)
             return
-        unseal(self._receive_keys, record, sealed, bound, into)
+        unseal(self._receive_keys, head, sealed, shape.packed, into)
         self._incoming.finish(record.page)
 
     def _fill(self, view: memoryview, *, idle: bool = False) -> bool:

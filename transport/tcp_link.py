@@ -333,7 +333,7 @@ class TcpLink:
             return
         self.stats.streams_lost += 1
         for page in self._outgoing.lose(stream):
-            self._tell(Announce(page.number, page.shape.pack()))
+            self._tell(Announce(page.number, page.shape.packed))
         if self._connecting:
             self._spawn(self._replace_stream())
 
@@ -417,7 +417,7 @@ def check_opening(keys: KeyChain, stream_id: bytes, record: bytes) -> None:
     if RecordHeader.unpack(record) != _OPEN:
         raise malformed("the first record was no OPEN")
     empty = memoryview(bytearray(0))
-    unseal(keys, _OPEN, memoryview(record)[RECORD_HEADER:], preamble(stream_id), empty)
+    unseal(keys, record[:RECORD_HEADER], memoryview(record)[RECORD_HEADER:], preamble(stream_id), empty)
 
 
 async def receive_exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, count: int) -> bytes:

@@ -28,6 +28,10 @@ class SlowRelay:
     async def close(self) -> None:
         """The cable is pulled: every connection ends and none is accepted any more."""
         self._server.close()
+        await self.cut()
+
+    async def cut(self) -> None:
+        """Every connection ends."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -14,6 +14,7 @@ import uvloop
 from tests.daemon.slow_relay import SlowRelay
 from tests.daemon.test_peers import Node, nodes
 from tests.daemon.wires import keys, until
+from transport import probe
 from transport.link import LinkError
 from zerocopy.daemon import paths
 from zerocopy.daemon import peers as peers_module
@@ -54,8 +55,10 @@ class Pair:
 
     async def uses(self, address: str) -> None:
         """Until new handoffs go over that address, on both hosts, and over no other any more."""
-        await until(lambda: self.status()["path"] == address)
+        (peer,) = self.a.peers.all()
+        await until(lambda: self.status()["path"] == address and peer.link is peer.preferred)
         await until(lambda: len(self.a.links("b")) == len(self.b.links("a")) == 1)
+        await until(lambda: len(self.b.endpoint._links) == 1)  # also of those that were only measured
 
 
 def scenario(folder: Path, play: Callable[[Pair], Awaitable[None]]) -> None:
@@ -132,20 +135,66 @@ def test_when_the_path_in_use_falls_the_other_takes_over(tmp_path: Path) -> None
     scenario(tmp_path, play)
 
 
+def test_after_a_lost_link_the_other_path_is_tried_first(tmp_path: Path) -> None:
+    """A path that has just failed may accept connections again and fail again."""
+
+    async def play(both: Pair) -> None:
+        fast, slow = await both.relay(FAST), await both.relay(SLOW)
+        both.start(fast, slow)
+        await until(lambda: all(path["gbps"] for path in both.status()["paths"]))
+        await both.uses(fast)
+        await both.relays[0].cut()
+        await until(lambda: both.status()["path"] == slow)
+        await both.uses(fast)
+
+    scenario(tmp_path, play)
+
+
+def test_slow_handoffs_lead_to_a_better_path(tmp_path: Path) -> None:
+    """Long before the next measurement is due, and after a second look."""
+
+    async def play(both: Pair) -> None:
+        first, second = await both.relay(FAST), await both.relay(SLOW)
+        both.start(first, second)
+        await until(lambda: all(path["gbps"] for path in both.status()["paths"]))
+        await until(lambda: both.status()["path_reason"].startswith(first))
+        both.relays[0].bits_per_s, both.relays[1].bits_per_s = SLOW, FAST
+        both.a.peers.transferred("b", 8 << 20, 8 * (8 << 20) / SLOW)
+        await both.uses(second)
+
+    scenario(tmp_path, play)
+
+
 def test_nothing_is_measured_while_a_handoff_runs(tmp_path: Path) -> None:
     async def play(both: Pair) -> None:
-        slow = await both.relay(SLOW)
-        both.start(slow, both.direct)
-        await until(lambda: both.a.links("b"))
+        both.start(await both.relay(SLOW), both.direct)
+        await both.uses(both.direct)
         (link,) = both.a.links("b")
         both.a.busy_links.add(link)
-        await asyncio.sleep(0.4)
+        before = link.stats.page_bytes_sent, both.b.opened
+        both.a.peers.transferred("b", 8 << 20, 100.0)  # so slow that it asks for a measurement
+        await asyncio.sleep(0.3)
+        assert (link.stats.page_bytes_sent, both.b.opened) == before
+        both.a.busy_links.clear()
+        await until(lambda: link.stats.page_bytes_sent > before[0] and both.b.opened > before[1])
+
+    scenario(tmp_path, play)
+
+
+def test_a_handoff_that_comes_during_a_measurement_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "MAX_S", 5.0)
+
+    async def play(both: Pair) -> None:
+        both.start(await both.relay(SLOW))
+        await until(lambda: both.a.links("b"))
+        (link,) = both.a.links("b")
+        await until(lambda: link.stats.page_bytes_sent)
+        both.a.busy_links.add(link)
+        await asyncio.sleep(0.3)
         sent = link.stats.page_bytes_sent
         await asyncio.sleep(0.3)
         assert link.stats.page_bytes_sent == sent
-        assert both.status()["path"] == slow
-        both.a.busy_links.clear()
-        await both.uses(both.direct)
+        assert both.status()["paths"][0]["gbps"] is None, "half a measurement is none"
 
     scenario(tmp_path, play)
 
@@ -173,6 +222,17 @@ def test_an_address_that_the_peer_advertises_is_tried_too(tmp_path: Path) -> Non
     async def play(both: Pair) -> None:
         both.b.hello = msgspec.structs.replace(both.b.hello, addresses=("127.0.0.1:9", both.direct))
         both.start(await both.relay(SLOW))
+        await both.uses(both.direct)
+
+    scenario(tmp_path, play)
+
+
+def test_an_address_that_becomes_known_during_a_measurement_is_measured_after_it(tmp_path: Path) -> None:
+    async def play(both: Pair) -> None:
+        both.start(await both.relay(SLOW))
+        await until(lambda: both.a.links("b") and both.a.links("b")[0].stats.page_bytes_sent)
+        both.b.hello = msgspec.structs.replace(both.b.hello, addresses=(both.direct,))
+        both.b.peers.announce()
         await both.uses(both.direct)
 
     scenario(tmp_path, play)

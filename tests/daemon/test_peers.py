@@ -45,6 +45,7 @@ class Node:
         )
         self.messages: list[AnyMessage] = []
         self.lost: list[str] = []
+        self.opened = 0
         self.busy_links: set[Link] = set()
         self.peers = Peers(addresses or {}, lambda: self.hello, self)
         self.endpoint: TcpEndpoint = endpoint(store, self.peers)
@@ -79,6 +80,7 @@ class Node:
     # -- LinkListener
 
     def sink(self, link: Link) -> PageSink:
+        self.opened += 1
         return Refuses()
 
     def busy(self, link: Link) -> bool:
@@ -111,6 +113,24 @@ def test_both_sides_say_hello_and_know_each_other(tmp_path: Path) -> None:
             assert (a.obstacle("b"), b.obstacle("a")) == (None, None)
             assert a.peers.link_to("b") is not None
             assert a.messages == b.messages == []
+
+    uvloop.run(scenario())
+
+
+def test_hello_is_answered_once_however_often_it_comes(tmp_path: Path) -> None:
+    """Two hosts that answered each other's answers would never stop."""
+
+    async def scenario() -> None:
+        peer, node = Peer(), Node("b", keys(tmp_path / "unused", "b")["b"])
+        async with joined(tmp_path, peer, node.peers):
+            for _ in range(3):
+                peer.say(msgspec.structs.replace(node.hello, name="a"))
+            await peer.hear(Hello)
+            node.peers.announce()
+            await peer.hear(Hello, 2)
+            await asyncio.sleep(0.05)
+            assert len(peer.all(Hello)) == 2
+        await node.close()
 
     uvloop.run(scenario())
 

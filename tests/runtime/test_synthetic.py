@@ -172,13 +172,24 @@ def test_one_changed_bit_anywhere_is_refused(runtime: SyntheticRuntime, part: in
         lane.evaluate(history[-1], TOKENS)
 
 
-def test_a_changed_stamp_of_another_layer_than_the_first_is_refused_by_the_page_itself(
+def test_a_changed_stamp_behind_the_first_layer_is_refused_by_the_page_itself(
     runtime: SyntheticRuntime,
 ) -> None:
     component, tokens, page = exported(runtime, prompt(runtime.facts, TOKENS)).pages[0]
     page[len(page) // 2] ^= 1  # the second of two layers starts there
-    with pytest.raises(EngineError, match="layers do not agree"):
+    with pytest.raises(EngineError, match="cells do not agree"):
         runtime.open_lane().import_page(component, tokens, page)
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_a_part_that_did_not_wholly_arrive_is_refused(runtime: SyntheticRuntime, part: int) -> None:
+    """Memory is wiped before it is lent, so what never came is zeros."""
+    state = exported(runtime, prompt(runtime.facts, TOKENS))
+    view = damaged(state, part)
+    view[len(view) - 1024 :] = bytes(1024)
+    with pytest.raises(EngineError) as refused:
+        import_state(runtime.open_lane(), state)
+    assert refused.value.reason == "page-content"
 
 
 @pytest.mark.parametrize("part", [1, 8, 9])

@@ -52,7 +52,7 @@ MESSAGES = [
     (Pong(2**64 - 1), "03ffffffffffffffff"),
     (OpenStream(STREAM, SECRET), "04" + STREAM.hex() + SECRET.hex()),
     (StreamReady(STREAM), "05" + STREAM.hex()),
-    (Announce(3, PageShape(9, 4096, b"h").pack()), "060300000000000000" + "0900000000000000" + "00100000" + "68"),
+    (Announce(3, PageShape(9, 4096, b"h").packed), "060300000000000000" + "0900000000000000" + "00100000" + "68"),
     (Done((1, 2)), "0701000000000000000200000000000000"),
     (Cancel(5), "080500000000000000"),
     (Bye("shutdown"), "0973687574646f776e"),
@@ -123,11 +123,11 @@ def test_records_have_these_bytes() -> None:
     there, back = key_chains(SECRET, STREAM, connecting=True)
     shape = PageShape(5, 4096, b"header")
     opened = sealed(there, RecordHeader(Kind.OPEN, False, 0, 0, 0), b"", preamble(STREAM))
-    page = sealed(there, RecordHeader(Kind.PAGE, False, 18, 7, 0), shape.pack(), b"")
-    data = sealed(there, shape.record(7, 0), b"state", shape.pack())
+    page = sealed(there, RecordHeader(Kind.PAGE, False, 18, 7, 0), shape.packed, b"")
+    data = sealed(there, shape.record(7, 0), b"state", shape.packed)
     answer = sealed(back, RecordHeader(Kind.OPEN, False, 0, 0, 0), b"", preamble(STREAM))
     there.advance()
-    renewed = sealed(there, shape.record(7, 0), b"state", shape.pack())
+    renewed = sealed(there, shape.record(7, 0), b"state", shape.packed)
     assert preamble(STREAM).hex() == "5a434231" + STREAM.hex()
     assert [r.hex() for r in (opened, page, data, answer, renewed)] == GOLDEN
 
@@ -149,10 +149,10 @@ def test_both_sides_read_what_the_other_wrote_and_not_what_they_wrote_themselves
         _, receive = key_chains(SECRET, STREAM, connecting=not connecting)
         _, own = key_chains(SECRET, STREAM, connecting=connecting)
         record, into = memoryview(sealed(send, header, b"state", b"bound")), memoryview(bytearray(5))
-        unseal(receive, header, record[RECORD_HEADER:], b"bound", into)
+        unseal(receive, header.pack(), record[RECORD_HEADER:], b"bound", into)
         assert into == b"state"
         with pytest.raises(LinkError, match="tag"):
-            unseal(own, header, record[RECORD_HEADER:], b"bound", into)
+            unseal(own, header.pack(), record[RECORD_HEADER:], b"bound", into)
 
 
 @pytest.mark.parametrize(
@@ -169,16 +169,16 @@ def test_page_offset_kind_and_final_flag_are_bound_to_the_tag(changed: RecordHea
     _, receive = key_chains(SECRET, STREAM, connecting=False)
     record = memoryview(sealed(send, RecordHeader(Kind.DATA, True, 5, 1, 8192), b"state", b"bound"))
     with pytest.raises(LinkError):
-        unseal(receive, changed, record[RECORD_HEADER:], b"bound", memoryview(bytearray(5)))
+        unseal(receive, changed.pack(), record[RECORD_HEADER:], b"bound", memoryview(bytearray(5)))
 
 
 def test_the_page_header_is_bound_to_the_tag_of_each_record() -> None:
     send, _ = key_chains(SECRET, STREAM, connecting=True)
     _, receive = key_chains(SECRET, STREAM, connecting=False)
     shape, other = PageShape(5, 4096, b"handoff A"), PageShape(5, 4096, b"handoff B")
-    record = memoryview(sealed(send, shape.record(0, 0), b"state", shape.pack()))
+    record = memoryview(sealed(send, shape.record(0, 0), b"state", shape.packed))
     with pytest.raises(LinkError):
-        unseal(receive, shape.record(0, 0), record[RECORD_HEADER:], other.pack(), memoryview(bytearray(5)))
+        unseal(receive, shape.record(0, 0).pack(), record[RECORD_HEADER:], other.packed, memoryview(bytearray(5)))
 
 
 def test_a_stream_of_another_id_has_other_keys() -> None:

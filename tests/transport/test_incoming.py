@@ -29,7 +29,7 @@ class Bench:
         self.stopped = False
 
     def announce(self, number: int, records: int = 1) -> PageShape:
-        return self.pages.announce(number, shape(records, number).pack())
+        return self.pages.announce(number, shape(records, number).packed)
 
     def begin(self, number: int, index: int = 0, records: int = 1) -> memoryview | None:
         record = shape(records, number).record(number, index)

@@ -303,7 +303,7 @@ def test_an_authenticated_peer_of_another_version_is_told_so(
     run(work())
 
 
-ID, PAGE = bytes(16), PageShape(10, 4096, b"h").pack()
+ID, PAGE = bytes(16), PageShape(10, 4096, b"h").packed
 
 
 @pytest.mark.parametrize(

@@ -301,6 +301,25 @@ def test_a_landing_page_wakes_a_waiting_import(daemon: Open) -> None:
     assert host.hear(p.Generated, 2).completion_tokens == 4
 
 
+def test_a_state_that_is_complete_before_its_job_begins_is_imported_all_the_same(daemon: Open) -> None:
+    """A short prompt's pages can all be here while the lane still has another job."""
+    host = daemon()
+    host.generate(1, prompt(40), ring=1)
+    host.prefill(2, prompt(40))
+    host.hear(p.Prefilled, 2)
+    host.generate(3, prompt(40), ring=0, probe=False)
+    while (record := host.export[0].read()) is not None:
+        slot = host.landing[0].claim(len(record.view))
+        assert slot is not None
+        slot.view[:] = record.view
+        slot.commit()
+        record.release()
+    host.send(p.StateComplete(3))
+    host.send(p.Commit(3))
+    host.release(1)
+    assert host.hear(p.Generated, 3).completion_tokens == 4
+
+
 # -- release
 
 

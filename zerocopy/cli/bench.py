@@ -6,7 +6,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -140,6 +140,71 @@ def _trace(path: Path) -> list[Arrival]:
         return read_trace(path)
     except TraceError as error:
         raise CliError(str(error), ExitCode.USAGE) from None
+
+
+@app.command("path")
+def path(
+    gib: Annotated[float, typer.Option(help="State to pass, in GiB.", min=0.001, max=1024)] = 8.0,
+    prompt_tokens: Annotated[int, typer.Option(help="Of each handoff that passes it.", min=2)] = 131_072,
+    overlap_tokens: Annotated[int, typer.Option(help="Prompt of the overlap measurement.", min=2)] = 32_768,
+    prefill_speed: Annotated[float, typer.Option(help="Of that measurement, tokens a second.", min=1)] = 8192.0,
+    geometry: Annotated[Literal["nemotron-3-super", "small"], typer.Option(help="Whose state.")] = "nemotron-3-super",
+    chunk_tokens: Annotated[int, typer.Option(help="Prompt tokens per engine call.", min=1)] = 1024,
+    page_tokens: Annotated[int, typer.Option(help="Most tokens per page.", min=1)] = 1024,
+    ring_mib: Annotated[int, typer.Option(help="Size of each ring.", min=1)] = 64,
+    link_seconds: Annotated[float, typer.Option(help="Of each measurement of the bare link.", min=0.05)] = 0.8,
+    json: Json = False,
+) -> None:
+    """Measure the whole path here: worker to ring to wire to ring to worker, with synthetic state.
+
+    Two hosts, checksums, credit and commit as in service. Throughput beside the bare link's in the same run, memory
+    beyond the rings, KV overlap at a set prefill speed, and the tail beside its model.
+    """
+    from zerocopy.cli import bench_path as b
+
+    plan = b.PathPlan(
+        gib, prompt_tokens, overlap_tokens, prefill_speed, geometry, chunk_tokens, page_tokens, ring_mib, link_seconds
+    )
+    with _folder() as folder, _progress(plan.handoffs + 3) as step:
+        report = b.measure(plan, Path(folder), step)
+    show_json(report) if json else show(_path_table(report))
+
+
+@app.command("ring")
+def ring(json: Json = False) -> None:
+    """Measure what the shared-memory ring itself costs: claim and commit, read and release, the doorbell's wake-up."""
+    from zerocopy.cli import bench_ring as b
+
+    report = b.measure()
+    if json:
+        show_json(report)
+        return
+    rows = table("", "p50", "p90", "p99", right=frozenset({1, 2, 3}))
+    for name, what in {
+        "claim_commit_ns": "claim + commit, C from Python, ns",
+        "slot_ns": "claim + commit, Python objects, ns",
+        "record_ns": "read + release, Python objects, ns",
+        "wake_up_us": "doorbell wakes a sleeper, µs",
+    }.items():
+        figures = getattr(report, name)
+        rows.add_row(what, *(f"{value:.1f}" for value in (figures.p50, figures.p90, figures.p99)))
+    show(rows)
+
+
+def _path_table(report: Any) -> RenderableType:
+    rows = table("process", "peak over idle", "idle", "of it rings", "CPU-s/GiB", right=frozenset({1, 2, 3, 4}))
+    for name, cost in report.processes.items():
+        over = f"{report.memory_over_rings_mib[name]:.1f} MiB"
+        rows.add_row(name, over, f"{cost.idle_mib:.0f} MiB", f"{cost.rings_mib:.0f} MiB", f"{cost.cpu_s_per_gib:.2f}")
+    facts = {
+        "path": f"{report.gbps:.2f} Gb/s over {report.gib:.1f} GiB in {report.handoffs} handoffs",
+        "link": f"{report.link_gbps:.2f} Gb/s; the path reaches {report.ratio_to_link:.2f} of it",
+        "CPU-s/GiB": f"path {report.cpu_s_per_gib:.2f}, link {report.link_cpu_s_per_gib:.2f}",
+        "KV over when prefill ended": f"{report.kv_overlap_fraction:.1%}",
+        "tail": f"{1e3 * report.tail_s:.0f} ms; model {1e3 * report.tail_model_s:.0f} ms "
+        f"({report.tail['remaining_mib']:.0f} MiB, import {1e3 * report.tail['import_s']:.0f} ms)",
+    }
+    return Group(pairs(facts), Text(""), rows)
 
 
 def _announce(commands: Sequence[str]) -> None:

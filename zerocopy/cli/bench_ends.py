@@ -15,6 +15,7 @@ import secrets
 import shutil
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal
 
@@ -288,7 +289,7 @@ class Load:
 
     def __init__(self, link: Link, memory: memoryview, page_bytes: int, slots: int) -> None:
         self._link = link
-        self._views = [memory[n * page_bytes : (n + 1) * page_bytes] for n in range(slots)]
+        self._views = deque(memory[n * page_bytes : (n + 1) * page_bytes] for n in range(slots))
         self._room = asyncio.Semaphore(slots)
         self._slots = slots
         self._error: BaseException | None = None
@@ -311,7 +312,7 @@ class Load:
             raise self._error
 
     def _send(self) -> None:
-        view, began = self._views.pop(), time.monotonic()
+        view, began = self._views.popleft(), time.monotonic()  # round and round, as in a ring
         try:
             future = self._link.send_page(_HEADER, view)
         except LinkError as error:

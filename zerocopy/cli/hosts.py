@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import importlib.util
+import random
 import signal
 import socket
 import subprocess
@@ -178,6 +179,10 @@ def smollm2() -> Path:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below the ports that systems give to outgoing connections: nobody takes it before the daemon binds it, or while
+    the host is down and to be started again."""
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -69,7 +69,8 @@ class PeerPaths:
         known = {path.address for path in self.table.all()}
         self.table.offer([*self._configured, *good])
         if known != {path.address for path in self.table.all()}:
-            self._hurry()
+            self._due = 0.0
+        self._wake.set()
 
     def lost(self, link: Link, reason: str) -> None:
         """A link that was in use has closed."""
@@ -121,11 +122,12 @@ class PeerPaths:
                 await self._sleep(MEASURE_EVERY_S)
             elif (left := self._until_due()) > 0:
                 await self._sleep(left)
-            elif self._user.standing() is None or not self._user.idle():
-                await self._sleep(BUSY_RETRY_S)
+            elif self._user.standing() is None:
+                await self._sleep(BUSY_RETRY_S)  # HELLO is on its way
             else:
-                self._due = time.monotonic() + MEASURE_EVERY_S
-                self._due = min(self._due, time.monotonic() + await self._round(endpoint))
+                self._due = float("inf")
+                pause_s = await self._round(endpoint)
+                self._due = min(self._due, time.monotonic() + pause_s)  # unless something made it urgent meanwhile
 
     def _until_due(self) -> float:
         """A lone path that handoffs have measured lately needs no probe."""
@@ -185,7 +187,9 @@ class PeerPaths:
             self.table.failed(choice.address, str(error))
 
     async def _probe(self, endpoint: Endpoint, address: str) -> bool:
-        """False if a handoff came in between."""
+        """False if a handoff runs, or came in between."""
+        if not self._user.idle():
+            return False
         standing = self._link if address == self.table.current else None
         standing = self._user.standing() if len(self.table.all()) == 1 else standing
         try:

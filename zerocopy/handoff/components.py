@@ -157,6 +157,7 @@ class Codec(enum.IntEnum):
 # epoch, sequence, source, layers, tokens, position planes, payload bytes, checksum
 _HEADER: Final = struct.Struct("<4sHHBBBB16s16sIIHHHHIIQQ")
 _MAGIC: Final = b"ZCP1"
+_PADDING: Final = bytes(HEADER_BYTES - _HEADER.size)
 _FINAL: Final = 1
 
 
@@ -200,7 +201,7 @@ class PageHeader(msgspec.Struct, frozen=True):
             and codec in Codec._value2member_map_
             and flags in (0, _FINAL)
             and reserved == 0
-            and not any(data[_HEADER.size :])
+            and data[_HEADER.size :] == _PADDING
             and l0 < l1 <= MAX_LAYERS
             and t0 < t1 <= MAX_TOKENS
             and planes in (1, 4)

@@ -4,11 +4,11 @@ For benches and for economics: it makes overlap and tail measurable without a 70
 identity says synthetic in every field, it understands nothing and its answers are noise. Computing is sleeping, so it
 leaves the processor to the data plane, as a GPU would.
 
-Every byte of state is checkable. After t tokens the lane stands at a 64-bit prefix value P(t) of the tokens so far. A
-row of state (one layer of one token, or one layer of a snapshot) is a fixed filler whose first word is P(t) under a
-salt of its component and layer; what lies between the stamps must xor to what the filler does. So an import reads all
-bytes once, as an engine's copy would, and refuses a row that is damaged, misplaced or of another prompt. Logits derive
-from everything that was imported. Bound: 8 bytes a token of `n_ctx`, a filler of 256 KiB, two rows of logits.
+Every byte of state is checkable. After t tokens the lane stands at a 64-bit prefix value P(t) of the tokens so far.
+State is cells of a KiB: a cell's first word is its stamp, P(t) under a salt of component, layer and place in the row;
+the rest is zero. So an import reads all bytes once, as an engine's copy would, and refuses a cell that is damaged,
+missing, misplaced or of another prompt. Logits derive from everything that was imported. Bound: 8 bytes a token of
+`n_ctx`, 8 bytes a cell of a snapshot, two rows of logits.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ MAX_DESCRIPTOR_BYTES: Final = 1 << 16
 Words = NDArray[np.uint64]
 Range = tuple[int, int]
 
-_PATTERN_WORDS: Final = 128  # the filler repeats every KiB: every row size is whole KiB, so all rows begin alike
-_FILLER_WORDS: Final = 32768  # 256 KiB: stays in a core's own cache, so that writing state costs one write
+_CELL_BYTES: Final = 1024  # divides every row
+_CELL_WORDS: Final = _CELL_BYTES // 8
+_BLOCK_CELLS: Final = 1024  # written at a time: a core's own cache still has the cells when their stamps come
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment
 _MIX: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _STATE: Final = (Component.ATTENTION_KV, Component.CONVOLUTION, Component.RECURRENT, Component.MTP_KV,
@@ -44,7 +45,7 @@ _UNKNOWN: Final = -1  # an import of the part began and did not end well
 
 
 class Geometry(msgspec.Struct, frozen=True):
-    """Bytes of state, F16 KV. Rows are whole KiB."""
+    """Bytes of state, F16 KV. Rows are whole cells."""
 
     attention_layers: int
     attention_row: int  # K and V of one token in one layer
@@ -56,7 +57,9 @@ class Geometry(msgspec.Struct, frozen=True):
     n_vocab: int
 
 
-GEOMETRIES: Final = {
+GeometryName = Literal["nemotron-3-super", "small"]
+
+GEOMETRIES: Final[dict[GeometryName, Geometry]] = {
     # NVIDIA Nemotron 3 Super 120B-A12B, from its public config.json and llama.cpp's size formulas (machine-profiles):
     # attention 8 layers x 2 KV heads x 128 x (K, V) x 2 bytes = 8,192 bytes a token; Mamba-2 40 layers, convolution
     # (4 - 1) x (128 x 64 + 2 x 8 x 128) x 4 bytes, SSM 128 x 64 x 128 x 4 bytes; one MTP attention layer; hidden
@@ -82,7 +85,7 @@ Speed = Annotated[float, Meta(ge=0, le=1e9)]
 class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a `.synthetic.json` file says. Speeds are tokens a second; 0 takes no time."""
 
-    geometry: Literal["nemotron-3-super", "small"] = "nemotron-3-super"
+    geometry: GeometryName = "nemotron-3-super"
     prefill_tokens_per_s: Speed = 0.0
     decode_tokens_per_s: Speed = 0.0
 
@@ -243,7 +246,7 @@ class SyntheticLane:
         self._schema = facts.schema
         self._prefix = np.zeros(facts.n_ctx + 1, np.uint64)  # P(t); untouched pages take no memory
         self._reach = 0  # no P beyond it was ever written
-        self._filler = _Filler()
+        self._salts = {c: _salts(self._spec(c)) for c in _STATE}
         self._noise = np.random.default_rng(1).standard_normal(facts.n_vocab, np.float32)
         self._valid = dict.fromkeys(_STATE, 0)
         self._folds = dict.fromkeys(_STATE, 0)
@@ -321,11 +324,11 @@ class SyntheticLane:
     # -- export ----------------------------------------------------------------------------------------------------
 
     def export_page(self, component: Component, tokens: Range, into: memoryview) -> None:
-        spec = self._page_spec(component, tokens, into)
+        self._page_spec(component, tokens, into)
         if tokens[1] > self._valid[component]:
             have = self._valid[component]
             raise EngineError("page-range", f"{component.label} of tokens {tokens} asked, the lane holds {have}")
-        self._filler.write(into, _stamps(spec, self._prefix[tokens[0] + 1 : tokens[1] + 1]))
+        self._write(into, component, self._prefix[tokens[0] + 1 : tokens[1] + 1])
 
     def export_snapshot(self, into: memoryview) -> None:
         for component in (Component.CONVOLUTION, Component.RECURRENT):
@@ -335,11 +338,21 @@ class SyntheticLane:
         self._export_final(Component.MTP_HIDDEN, into)
 
     def _export_final(self, component: Component, into: memoryview) -> None:
-        spec = self._final_spec(component, into)
+        self._final_spec(component, into)
         valid = self._valid[component]
         if valid < 1:
             raise EngineError("state-incomplete", f"{component.label} asked of a lane that holds none")
-        self._filler.write(into, _stamps(spec, self._prefix[valid : valid + 1]))
+        self._write(into, component, self._prefix[valid : valid + 1])
+
+    def _write(self, into: memoryview, component: Component, prefix: Words) -> None:
+        """Layer by layer, so that what is made on the way is small beside it."""
+        salts = self._salts[component]
+        for layer, cells in zip(salts, _cells(into, len(salts)), strict=True):
+            stamps = (prefix[:, None] ^ layer).reshape(-1)
+            for start in range(0, len(cells), _BLOCK_CELLS):
+                block = cells[start : start + _BLOCK_CELLS]
+                block.fill(0)
+                block[:, 0] = stamps[start : start + _BLOCK_CELLS]
 
     # -- import ----------------------------------------------------------------------------------------------------
 
@@ -378,11 +391,18 @@ class SyntheticLane:
 
     def _read(self, spec: ComponentSpec, tokens: Range, payload: memoryview) -> Words:
         """P of each token, after every byte was looked at."""
-        stamps = self._filler.read(payload, spec.layers, tokens[1] - tokens[0] if spec.per_token else 1)
-        values: Words = stamps ^ _salts(spec)[:, None]
-        if not (values == values[0]).all():
-            raise EngineError("page-content", f"{spec.component.label} of tokens {tokens}: its layers do not agree")
-        first: Words = values[0]
+        where = f"{spec.component.label} of tokens {tokens}"
+        first: Words | None = None
+        salts = self._salts[spec.component]
+        for layer, cells in zip(salts, _cells(payload, len(salts)), strict=True):
+            sum_of_all, stamps = np.bitwise_xor.reduce(cells, axis=None), cells[:, 0].copy()
+            if sum_of_all != np.bitwise_xor.reduce(stamps):
+                raise EngineError("page-content", f"{where}: a byte was changed on its way")
+            values: Words = stamps.reshape(-1, len(layer)) ^ layer
+            first = values[:, 0].copy() if first is None else first
+            if not (values == first[:, None]).all():
+                raise EngineError("page-content", f"{where}: its cells do not agree on where they belong")
+        assert first is not None  # no component is without layers
         return first
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -393,17 +413,15 @@ class SyntheticLane:
         return Positions(target, self._valid[Component.MTP_KV] - 1)
 
     def state_digests(self, key: bytes) -> dict[str, str]:
-        """Re-exports page by page, row by row: never more than one of them in memory."""
+        """Re-exports it page by page."""
         digests = {}
         for component in _STATE:
             spec, valid = self._spec(component), self._valid[component]
             digest = hashlib.blake2b(key=key, digest_size=16)
             for start, end in _digest_ranges(spec, valid):
-                stamps = _stamps(spec, self._prefix[start + 1 : end + 1])
-                for layer in range(spec.layers):
-                    row = memoryview(bytearray((end - start) * spec.layer_bytes[layer]))
-                    self._filler.write(row, stamps[layer : layer + 1])
-                    digest.update(row)
+                page = memoryview(bytearray(spec.page_bytes((0, spec.layers), (start, end))))
+                self._write(page, component, self._prefix[start + 1 : end + 1])
+                digest.update(page)
             digests[component.label] = digest.hexdigest()
         return digests
 
@@ -447,34 +465,6 @@ class SyntheticLane:
         return blob[offset : offset + spec.page_bytes((0, spec.layers), (0, 1))]
 
 
-class _Filler:
-    """What state rows are made of between their stamps: one fixed KiB, over and over, its first word zero."""
-
-    def __init__(self) -> None:
-        pattern = _scramble(np.arange(_PATTERN_WORDS, dtype=np.uint64))
-        pattern[0] = 0
-        self._xor = np.bitwise_xor.reduce(pattern)
-        self._block = np.tile(pattern, _FILLER_WORDS // _PATTERN_WORDS)
-
-    def write(self, into: memoryview, stamps: Words) -> None:
-        """Fill rows of `stamps.shape` (layers, tokens); each row starts with its stamp."""
-        words = np.frombuffer(into, np.uint64)
-        for start in range(0, len(words), _FILLER_WORDS):
-            part = words[start : start + _FILLER_WORDS]
-            np.copyto(part, self._block[: len(part)])
-        words.reshape(*stamps.shape, -1)[:, :, 0] = stamps
-
-    def read(self, payload: memoryview, layers: int, tokens: int) -> Words:
-        """The stamps (layers, tokens), copied. Raises EngineError `page-content` for a changed byte anywhere else."""
-        words = np.frombuffer(payload, np.uint64)
-        stamps: Words = words.reshape(layers, tokens, -1)[:, :, 0].copy()
-        odd = len(words) // _PATTERN_WORDS % 2
-        expected = np.bitwise_xor.reduce(stamps, axis=None) ^ (self._xor if odd else np.uint64(0))
-        if np.bitwise_xor.reduce(words) != expected:
-            raise EngineError("page-content", f"a page of {len(payload)} bytes was changed on its way")
-        return stamps
-
-
 def _scramble(values: Words) -> Words:
     """splitmix64's output function: neighbouring inputs give unrelated words."""
     x = (values + _GOLDEN) * _GOLDEN
@@ -485,12 +475,15 @@ def _scramble(values: Words) -> Words:
 
 
 def _salts(spec: ComponentSpec) -> Words:
-    return _scramble(np.arange(spec.layers, dtype=np.uint64) + np.uint64(int(spec.component) << 32))
+    """(layers, cells of a row): all different."""
+    shape = (spec.layers, spec.layer_bytes[0] // _CELL_BYTES)
+    numbers = np.arange(shape[0] * shape[1], dtype=np.uint64) + np.uint64(int(spec.component) << 32)
+    return _scramble(numbers).reshape(shape)
 
 
-def _stamps(spec: ComponentSpec, prefix: Words) -> Words:
-    """(layers, tokens)"""
-    return prefix[None, :] ^ _salts(spec)[:, None]
+def _cells(view: memoryview, layers: int) -> NDArray[np.uint64]:
+    """(layers, cells of a layer, words)"""
+    return np.frombuffer(view, np.uint64).reshape(layers, -1, _CELL_WORDS)
 
 
 def _word(value: int) -> int:

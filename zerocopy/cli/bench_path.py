@@ -1,0 +1,251 @@
+"""`zc-handoff bench path`: worker to worker, through both rings, with checksums, credit and commit, on this machine.
+
+Two daemons with the synthetic runtime, which has the exact state of Nemotron 3 Super. First as fast as it goes, until
+so many GiB of state have passed: throughput beside that of the bare link in the same run, and how much memory each
+process needed beyond its rings. Then one prompt at a set compute speed: how much of the KV was on the other side when
+prefill ended, and the tail beside what a model of it says. What a figure means is in docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import psutil
+
+from transport.tcp import DEFAULT_RECORD_BYTES, DEFAULT_STREAMS
+from zerocopy.cli import bench_link
+from zerocopy.cli.hosts import Host, Hosts
+from zerocopy.cli.measuring import GIB, gbps, median
+from zerocopy.cli.screen import CliError
+from zerocopy.handoff.components import Component, StateSchema
+from zerocopy.runtime.synthetic import GEOMETRIES, SUFFIX, Descriptor, GeometryName, state_schema, write_descriptor
+
+MIB: Final = 1 << 20
+WARM_UP_TOKENS: Final = 64
+# A prompt of any ids does; the same ones every time.
+_IDS: Final = random.Random(1)
+KV: Final = (Component.ATTENTION_KV.label, Component.MTP_KV.label)
+
+
+class PathPlan(msgspec.Struct, frozen=True):
+    """What to pass, and how the hosts are set up."""
+
+    gib: float = 8.0
+    prompt_tokens: int = 131_072  # of each handoff of the throughput pass
+    overlap_tokens: int = 32_768
+    prefill_tokens_per_s: float = 8192.0  # of the overlap pass
+    geometry: GeometryName = "nemotron-3-super"
+    chunk_tokens: int = 1024
+    page_tokens: int = 1024
+    ring_mib: int = 64
+    link_seconds: float = 0.8
+
+    @property
+    def schema(self) -> StateSchema:
+        return state_schema(self.geometry, GEOMETRIES[self.geometry])
+
+    @property
+    def handoffs(self) -> int:
+        """As many as it takes, at least one."""
+        one = sum(
+            spec.page_bytes((0, spec.layers), (0, self.prompt_tokens if spec.per_token else 1))
+            for spec in self.schema.components
+        )
+        return max(1, round(self.gib * GIB / one + 0.5))
+
+
+class ProcessCost(msgspec.Struct, frozen=True):
+    idle_mib: float  # resident after a first handoff; rings and slabs are mapped whole by then
+    rings_mib: float  # of that, rings and slabs
+    peak_mib: float
+    cpu_s_per_gib: float
+
+
+class PathReport(msgspec.Struct, frozen=True):
+    gbps: float
+    ratio_to_link: float
+    memory_over_rings_mib: dict[str, float]  # peak over idle: what the transfer itself needed
+    kv_overlap_fraction: float
+    tail_s: float
+    tail_model_s: float
+    gib: float
+    handoffs: int
+    link_gbps: float
+    cpu_s_per_gib: float  # all four processes
+    link_cpu_s_per_gib: float
+    processes: dict[str, ProcessCost]
+    tail: dict[str, float]  # the model's terms
+
+
+def measure(plan: PathPlan, folder: Path, step: Callable[[str], None]) -> PathReport:
+    """Runs everything; `step` is told what begins."""
+    before = _link(plan, folder / "link-1", step)
+    with Hosts(folder / "fast") as hosts:
+        source, sink = _pair(hosts, folder / f"fast{SUFFIX}", Descriptor(plan.geometry), plan, plan.prompt_tokens)
+        _hand_off(sink, WARM_UP_TOKENS)
+        processes = _processes(source, sink)
+        idle = {name: _memory(process) for name, process in processes.items()}
+        cpu = _cpu(processes)
+        _forget_peaks(processes.values())
+        for number in range(plan.handoffs):
+            step(f"handoff {number + 1} of {plan.handoffs}")
+            _hand_off(sink, plan.prompt_tokens)
+        used = {name: after - cpu[name] for name, after in _cpu(processes).items()}
+        peaks = {name: _peak(process) for name, process in processes.items()}
+        passed = _passed(sink.status()["recent_handoffs"][-plan.handoffs :])
+        rings = {name: _rings(process) for name, process in processes.items()}
+    after = _link(plan, folder / "link-2", step)
+    link = median([before.gbps, after.gbps]), median([before.cpu_s_per_gib, after.cpu_s_per_gib])
+    speed, gib = gbps(*passed), passed[0] / GIB
+    overlap = _overlap(plan, folder, speed, step)
+    return PathReport(
+        gbps=round(speed, 3),
+        ratio_to_link=round(speed / link[0], 3),
+        memory_over_rings_mib={name: round((peaks[name] - idle[name]) / MIB, 2) for name in processes},
+        **overlap,
+        gib=round(gib, 3),
+        handoffs=plan.handoffs,
+        link_gbps=link[0],
+        cpu_s_per_gib=round(sum(used.values()) / gib, 4),
+        link_cpu_s_per_gib=link[1],
+        processes={
+            name: ProcessCost(
+                round(idle[name] / MIB, 1),
+                round(rings[name] / MIB, 1),
+                round(peaks[name] / MIB, 1),
+                round(used[name] / gib, 4),
+            )
+            for name in processes
+        },
+    )
+
+
+def _link(plan: PathPlan, folder: Path, step: Callable[[str], None]) -> bench_link.Row:
+    """The bare link's default setting, right beside the path it is compared with."""
+    step("link")
+    ours = bench_link.Plan(
+        streams=(DEFAULT_STREAMS,), record_bytes=(DEFAULT_RECORD_BYTES,),
+        page_bytes=(bench_link.DEFAULT_PAGE_BYTES,), codecs=("none",), seconds=plan.link_seconds, rounds=1,
+    )  # fmt: skip
+    with bench_link.other_end_here(folder) as target:
+        return bench_link.sweep(ours, target, lambda _: None).rows[0]
+
+
+def _pair(hosts: Hosts, model: Path, descriptor: Descriptor, plan: PathPlan, tokens: int) -> tuple[Host, Host]:
+    """A prefiller and a decoder that are up and joined."""
+    write_descriptor(model, descriptor)
+    flags = [
+        "--model", str(model), "--n-ctx", str(tokens + 1 + WARM_UP_TOKENS), "--chunk-tokens", str(plan.chunk_tokens),
+        "--page-tokens", str(plan.page_tokens), "--ring-mib", str(plan.ring_mib), "--rings", "1", "--transfer-s", "600",
+    ]  # fmt: skip
+    source = hosts.add("prefiller", ["--role", "prefill", *flags])
+    sink = hosts.add("decoder", ["--role", "decode", *flags], peers=[source])
+    for host in (source, sink):
+        host.start()
+    source.wait_ready()
+    sink.wait_ready([source.name])
+    return source, sink
+
+
+def _hand_off(sink: Host, tokens: int) -> None:
+    prompt = [_IDS.randrange(256) for _ in range(tokens)]
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
+    answer = sink.complete(body, {"x-zc-placement": "disaggregated", "x-zc-fallback": "deny"})
+    if answer.status != 200:
+        raise CliError(f"a handoff of {tokens} tokens failed with {answer.status}: {answer.body.get('error')}")
+
+
+# -- throughput and memory ---------------------------------------------------------------------------------------------
+
+
+def _passed(traces: Iterable[Mapping[str, Any]]) -> tuple[int, float]:
+    """(bytes, seconds) of all handoffs, each from its first page's beginning to its last page's landing: snapshot and
+    probe are in it, the queue and the request before are not."""
+    nbytes, seconds = 0, 0.0
+    for trace in traces:
+        spans = trace["wire"]
+        nbytes += sum(span[2] for span in spans)
+        seconds += max(span[1] for span in spans) - min(span[0] for span in spans)
+    return nbytes, seconds
+
+
+def _processes(source: Host, sink: Host) -> dict[str, psutil.Process]:
+    """Daemon and worker of both hosts."""
+    found = {}
+    for host in (source, sink):
+        assert host.process is not None
+        daemon = psutil.Process(host.process.pid)
+        found[f"{host.name} daemon"] = daemon
+        found[f"{host.name} worker"] = psutil.Process(int(host.status()["worker"]["pid"]))
+    return found
+
+
+def _memory(process: psutil.Process) -> int:
+    return int(process.memory_info().rss)
+
+
+def _cpu(processes: Mapping[str, psutil.Process]) -> dict[str, float]:
+    times = {name: process.cpu_times() for name, process in processes.items()}
+    return {name: time.user + time.system for name, time in times.items()}
+
+
+def _forget_peaks(processes: Iterable[psutil.Process]) -> None:
+    """Let the kernel's high-water mark start from what is resident now (Linux)."""
+    for process in processes:
+        Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+
+
+def _peak(process: psutil.Process) -> int:
+    """The kernel's own high-water mark: a sample now and then would miss it."""
+    return _status_bytes(process, "VmHWM:")
+
+
+def _rings(process: psutil.Process) -> int:
+    return _status_bytes(process, "RssShmem:")
+
+
+def _status_bytes(process: psutil.Process, field: str) -> int:
+    text = Path(f"/proc/{process.pid}/status").read_text()
+    return 1024 * int(text.split(field)[1].split()[0])
+
+
+# -- overlap and tail --------------------------------------------------------------------------------------------------
+
+
+def _overlap(plan: PathPlan, folder: Path, path_gbps: float, step: Callable[[str], None]) -> dict[str, Any]:
+    descriptor = Descriptor(plan.geometry, plan.prefill_tokens_per_s)
+    with Hosts(folder / "paced") as hosts:
+        source, sink = _pair(hosts, folder / f"paced{SUFFIX}", descriptor, plan, plan.overlap_tokens)
+        _hand_off(sink, WARM_UP_TOKENS)
+        step("overlap")
+        _hand_off(sink, plan.overlap_tokens)
+        there, here = (host.status()["recent_handoffs"][-1] for host in (source, sink))
+        rtt_s = (sink.status()["peers"][0]["rtt_ms"] or 0.0) / 1e3
+    return tail_figures(there, here, path_gbps, rtt_s)
+
+
+def tail_figures(there: Mapping[str, Any], here: Mapping[str, Any], path_gbps: float, rtt_s: float) -> dict[str, Any]:
+    """From the prefiller's and the decoder's trace of one handoff, on one clock: how much KV was over when prefill
+    ended, how long the rest took to the commit, and what remaining bytes / bandwidth + 2 RTT + import says of that.
+    Bandwidth is what handoffs between the two reached just before: what a host that keeps estimates would know."""
+    ended = there["marks"]["prefilled"]
+    kv = [span for span in there["wire"] if span[3] in KV]
+    over = sum(span[2] for span in kv if span[1] <= ended)
+    remaining = sum(span[2] for span in there["wire"] if span[1] > ended)
+    import_s = sum(span[1] - max(span[0], ended) for span in here["imports"] if span[1] > ended)
+    wire_s = 8 * remaining / (path_gbps * 1e9)
+    return {
+        "kv_overlap_fraction": round(over / sum(span[2] for span in kv), 4),
+        "tail_s": round(here["marks"]["committed"] - ended, 4),
+        "tail_model_s": round(wire_s + 2 * rtt_s + import_s, 4),
+        "tail": {
+            "remaining_mib": round(remaining / MIB, 2),
+            "wire_s": round(wire_s, 4),
+            "two_rtt_s": round(2 * rtt_s, 5),
+            "import_s": round(import_s, 4),
+        },
+    }
