@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.daemon.slow_relay import SlowRelay
 from tests.e2e.conftest import ModelFile, StartPair
 from tests.e2e.pair import (
     ENGINE,
@@ -167,3 +171,51 @@ def test_a_decoder_takes_from_several_prefillers(model_file: ModelFile, tmp_path
         for answer in at_once(decoder, [120, 220], "disaggregated"):
             assert_disaggregated(answer)
         assert_nothing_held(decoder)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def slow_path_to(address: str, bits_per_s: float) -> Iterator[tuple[str, SlowRelay]]:
+    """Where `address` can be reached at that speed, per connection and direction, and what makes it slow."""
+    relay, loop = SlowRelay(address, bits_per_s), asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield asyncio.run_coroutine_threadsafe(relay.listen(), loop).result(5), relay
+    finally:
+        asyncio.run_coroutine_threadsafe(relay.close(), loop).result(5)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(5)
+
+
+def test_a_handoff_over_a_slow_link_holds_up_no_other(model_file: ModelFile, tmp_path: Path) -> None:
+    """H5: one prefiller, one decoder behind 0.1 MB/s a connection; what another asks for afterwards is there before."""
+    with Hosts(tmp_path) as hosts, ThreadPoolExecutor(1) as pool:
+        common = ["--model", str(model_file("llama", scale=4)), *ENGINE, *MORE]
+        port = free_port()
+        listen = f"127.0.0.1:{port}"
+        with slow_path_to(listen, 8e5) as (slow_path, relay):
+            # It is known by the slow path only; `near` is told the other one.
+            prefiller = hosts.add(
+                "prefiller", ["--role", "prefill", *common, "--listen", listen, "--advertise", slow_path]
+            )
+            prefiller.address = listen
+            far = hosts.add("far", ["--role", "decode", *common, "--peer", f"prefiller={slow_path}"])
+            near = hosts.add("near", ["--role", "decode", *common], peers=[prefiller])
+            for host in (prefiller, far, near):
+                host.start()
+            prefiller.wait_ready()
+            for host in (far, near):
+                host.wait_ready(connected_to=["prefiller"])
+            slow = pool.submit(ask, far, prompt_of(1000), "disaggregated")
+            wait_until(lambda: prefiller.status()["handoffs_out"] == 1, "the slow handoff to begin")
+            for n in range(3):
+                assert_disaggregated(ask(near, prompt_of(1000, n), "disaggregated"))
+            assert not slow.done(), "the link was not slow: this shows nothing"
+            relay.bits_per_s = 1e9
+            assert_disaggregated(slow.result())
