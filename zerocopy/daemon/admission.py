@@ -23,6 +23,9 @@ import msgspec
 
 RETRY_S: Final = 1.0
 _WEIGHT: Final = 0.2  # of the newest interval between two grants
+# Of the allowed wait: an expectation above it is too often exceeded. At ten times what two hosts could serve, 66 of 578
+# admitted requests ran into the deadline without this margin.
+_LIKELY: Final = 0.7
 
 
 class Refused(Exception):
@@ -97,7 +100,7 @@ class Admission:
             )
         if self._tenant_requests is not None and self._tenants[tenant] >= self._tenant_requests:
             raise Refused("tenant-limit", f"this API key has {self._tenant_requests} requests here, the most allowed")
-        if (expected := self._expected_wait_s()) > self._wait_s:
+        if (expected := self._expected_wait_s()) > _LIKELY * self._wait_s:
             raise Refused(
                 "queue-full", f"the wait would be about {expected:.0f} s, allowed are {self._wait_s:g}", expected / 2
             )
