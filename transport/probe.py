@@ -1,7 +1,8 @@
 """Measures a link: its round trip, and its bandwidth by a short burst of pages that nobody keeps (T5).
 
 Probe pages travel like any other, sealed and acknowledged, but land in one scratch page of this process that nobody
-reads. Decides nothing and opens nothing. Bounds: `MAX_BYTES` and `MAX_S` a probe, one scratch page of `MAX_PAGE`.
+reads. Decides nothing and opens nothing. Bounds: `MAX_BYTES`, `MAX_S` and `DRAIN_S` a probe, one scratch page of
+`MAX_PAGE`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Final
 from transport.link import Landing, Link, LinkError, PageSink
 
 MAX_BYTES: Final = 32 << 20  # 26 ms of 10 Gb/s, beyond any start-up of TCP on a LAN
-MAX_S: Final = 0.25  # and no longer than a person would notice
+MAX_S: Final = 0.25  # of sending, no longer than a person would notice
+DRAIN_S: Final = 0.5  # for what is on its way then: as much as had arrived, on a link as slow as it was
 # Pages double in size and, up to a bound, in number with what has arrived: a slow link acknowledges some within MAX_S
 # and keeps no long queue for the handoff that comes next, a fast one is not measured by what a page costs.
 FIRST_PAGE: Final = 64 << 10
@@ -101,6 +103,8 @@ class _Burst:
             await asyncio.wait(self.flying, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             while self.flying and self.flying[0].done():
                 self.flying.popleft().result()
+        if self.flying and not self.interrupted():
+            await asyncio.wait(self.flying, timeout=DRAIN_S)  # or it would delay whatever comes next
 
     def _send(self) -> None:
         nbytes = min(self.page, MAX_BYTES - self.sent)

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
 from tests.daemon.scripted_worker import FACTS
-from tests.daemon.wires import Peer, joined, until
+from tests.daemon.wires import Peer, joined, run, until
 from zerocopy.config import DaemonConfig
 from zerocopy.daemon.core import Core
 from zerocopy.daemon.requests import GenerationRequest, RequestError
@@ -83,7 +82,7 @@ def test_a_host_serves_once_its_engine_is_up() -> None:
             assert core.model_name() == "scripted"
             assert core.status().detail["n_ctx"] == 512
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_an_engine_that_cannot_start_says_why_in_the_status() -> None:
@@ -91,7 +90,7 @@ def test_an_engine_that_cannot_start_says_why_in_the_status() -> None:
         async with running("start_failed", role="decode") as core:
             await until(lambda: core.status().reason == "the engine cannot load it: give another file")
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_host_that_only_prefills_needs_a_decode_peer_to_serve(tmp_path: Path) -> None:
@@ -103,7 +102,7 @@ def test_a_host_that_only_prefills_needs_a_decode_peer_to_serve(tmp_path: Path) 
             assert (error.reason, error.status) == ("no-decoder", 503)
             assert metric(core, "zc_requests_total", outcome="failed", reason="no-decoder", placement="none") == 1
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_proof_is_refused_unless_the_daemon_allows_it() -> None:
@@ -114,7 +113,7 @@ def test_a_proof_is_refused_unless_the_daemon_allows_it() -> None:
             error = await refusal(core, GenerationRequest(prompt=[1], max_tokens=1, proof_key="ab" * 16))
             assert (error.reason, error.status) == ("proofs-off", 403)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_host_that_stops_refuses_what_is_new(tmp_path: Path) -> None:
@@ -126,7 +125,7 @@ def test_a_host_that_stops_refuses_what_is_new(tmp_path: Path) -> None:
             peer.say(prefill())
             assert (await peer.hear(Abort)).reason == "shutdown"
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_host_prefills_only_if_that_is_its_role(tmp_path: Path) -> None:
@@ -139,7 +138,7 @@ def test_a_host_prefills_only_if_that_is_its_role(tmp_path: Path) -> None:
             abort = await peer.hear(Abort)
             assert (abort.reason, abort.message) == ("role", "b does not prefill: its role is decode")
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_prompt_of_a_peer_becomes_a_handoff_until_its_link_falls(tmp_path: Path) -> None:
@@ -155,7 +154,7 @@ def test_a_prompt_of_a_peer_becomes_a_handoff_until_its_link_falls(tmp_path: Pat
             await until(lambda: core.outgoing.running == 0)
             assert [(trace.outcome, trace.reason) for trace in core._traces] == [("aborted", "link-lost")]
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_replayed_prompt_closes_the_link(tmp_path: Path) -> None:
@@ -169,7 +168,7 @@ def test_a_replayed_prompt_closes_the_link(tmp_path: Path) -> None:
             peer.say(prefill())
             await until(lambda: peer.closed)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_page_of_no_handoff_is_dropped_and_counted(tmp_path: Path) -> None:
@@ -185,7 +184,7 @@ def test_a_page_of_no_handoff_is_dropped_and_counted(tmp_path: Path) -> None:
             assert metric(core, "zc_late_pages_total") == 1
             assert not peer.closed
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_page_header_that_cannot_be_read_closes_the_link(tmp_path: Path) -> None:
@@ -194,7 +193,7 @@ def test_a_page_header_that_cannot_be_read_closes_the_link(tmp_path: Path) -> No
             peer.link.send_page(bytes(128), memoryview(bytearray(4)))
             await until(lambda: peer.closed)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_messages_of_unknown_handoffs_are_dropped(tmp_path: Path) -> None:
@@ -206,7 +205,7 @@ def test_messages_of_unknown_handoffs_are_dropped(tmp_path: Path) -> None:
             await peer.hear(Reserve)
             assert not peer.closed
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_peers_hear_when_the_engine_comes_and_goes(tmp_path: Path) -> None:
@@ -217,7 +216,7 @@ def test_peers_hear_when_the_engine_comes_and_goes(tmp_path: Path) -> None:
             await until(lambda: peer.all(Hello)[-1].identity is None)
             await until(lambda: peer.all(Hello)[-1].identity == FACTS.identity)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_host_remembers_only_its_last_handoffs() -> None:
@@ -229,7 +228,7 @@ def test_a_host_remembers_only_its_last_handoffs() -> None:
             assert isinstance(kept, list)
             assert [int(trace["handoff"], 16) for trace in kept] == list(range(5, KEPT + 5))
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_metrics_can_be_read_at_any_time(tmp_path: Path) -> None:
@@ -239,4 +238,4 @@ def test_metrics_can_be_read_at_any_time(tmp_path: Path) -> None:
             async with greeted(tmp_path, core):
                 assert b"zc_link_up" in core.metrics_text()
 
-    uvloop.run(scenario())
+    run(scenario())

@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
-import uvloop
 
-from tests.daemon.wires import Refuses, joined, until
+from tests.daemon.wires import Refuses, joined, run, until
 from transport.link import Link, PageSink
 from zerocopy.daemon import forward as module
 from zerocopy.daemon.forward import Forwarding
@@ -101,7 +100,7 @@ def test_the_request_arrives_and_the_events_come_back_as_they_were(tmp_path: Pat
             assert await gather(asked.forwarding.forward(link, REQUEST)) == list(ANSWER)
             assert decoder.requests == [REQUEST]
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_many_requests_share_one_link(tmp_path: Path) -> None:
@@ -111,7 +110,7 @@ def test_many_requests_share_one_link(tmp_path: Path) -> None:
             assert answers == [[STARTED, FINISHED]] * 20
             assert decoder.closed == 20
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.parametrize("before", [(), (STARTED, Delta("a", 1))])
@@ -129,7 +128,7 @@ def test_an_error_keeps_its_status_reason_and_time_to_retry(tmp_path: Path, befo
             )  # fmt: skip
             assert str(raised.value) == "b: no turn within 30 s"
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_bug_at_the_other_end_is_an_answer_and_tells_nothing_of_it(tmp_path: Path) -> None:
@@ -139,7 +138,7 @@ def test_a_bug_at_the_other_end_is_an_answer_and_tells_nothing_of_it(tmp_path: P
             assert (error.reason, error.status) == ("internal", 500)
             assert "hello" not in str(error)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 # -- cancelling
@@ -155,7 +154,7 @@ def test_closing_the_iterator_cancels_the_request_at_the_other_end(tmp_path: Pat
             await events.aclose()
             await until(lambda: decoder.closed == 1)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_cancelling_a_request_that_has_no_answer_yet_cancels_it_at_the_other_end(tmp_path: Path) -> None:
@@ -168,7 +167,7 @@ def test_cancelling_a_request_that_has_no_answer_yet_cancels_it_at_the_other_end
                 await task
             await until(lambda: decoder.closed == 1)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_request_that_has_ended_is_not_cancelled(tmp_path: Path) -> None:
@@ -178,7 +177,7 @@ def test_a_request_that_has_ended_is_not_cancelled(tmp_path: Path) -> None:
             await gather(asked.forwarding.forward(link, REQUEST))
             assert [type(m) for m in decoder.heard] == [Generate, Generate]
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_cancel_for_an_unknown_request_is_nothing(tmp_path: Path) -> None:
@@ -187,7 +186,7 @@ def test_a_cancel_for_an_unknown_request_is_nothing(tmp_path: Path) -> None:
             link.send(encode(CancelGenerate(request_id=b"x" * 16)))
             assert await gather(asked.forwarding.forward(link, REQUEST)) == list(ANSWER)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 # -- losing the link
@@ -206,7 +205,7 @@ def test_a_lost_link_ends_the_request_on_both_sides(tmp_path: Path) -> None:
             assert (lost.value.reason, lost.value.status) == ("link-lost", 503)
             await until(lambda: decoder.closed == 1)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_link_that_is_gone_already_is_an_answer_too(tmp_path: Path) -> None:
@@ -216,7 +215,7 @@ def test_a_link_that_is_gone_already_is_an_answer_too(tmp_path: Path) -> None:
             error = await refused(asked.forwarding.forward(link, REQUEST))
             assert (error.reason, error.status) == ("link-lost", 503)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_events_of_another_link_are_not_taken(tmp_path: Path) -> None:
@@ -236,7 +235,7 @@ def test_events_of_another_link_are_not_taken(tmp_path: Path) -> None:
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 # -- bounds
@@ -254,7 +253,7 @@ def test_more_requests_than_the_bound_are_refused(tmp_path: Path, monkeypatch: p
             for events in running:
                 await events.aclose()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_request_id_in_use_closes_the_link(tmp_path: Path) -> None:
@@ -266,7 +265,7 @@ def test_a_request_id_in_use_closes_the_link(tmp_path: Path) -> None:
             with pytest.raises(Exception, match="request id that is in use"):
                 decoder.forwarding.message(decoder.links[0], generate)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_request_too_large_to_forward_is_refused_here(tmp_path: Path) -> None:
@@ -278,7 +277,7 @@ def test_a_request_too_large_to_forward_is_refused_here(tmp_path: Path) -> None:
             assert "4 MiB" in str(error)
             assert not decoder.requests
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -316,7 +315,7 @@ def test_a_request_out_of_bounds_is_refused_before_anything_is_done(tmp_path: Pa
             assert not decoder.requests
             del asked.forwarding._asked[b"r" * 16]
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -339,7 +338,7 @@ def test_what_the_peer_says_of_its_failure_is_checked(tmp_path: Path, payload: b
             decoder.links[0].send(encode(end))
             assert (await task).status == status
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_an_event_that_cannot_be_read_ends_the_request(tmp_path: Path) -> None:
@@ -352,7 +351,7 @@ def test_an_event_that_cannot_be_read_ends_the_request(tmp_path: Path) -> None:
             assert (await task).reason == "message"
             await until(lambda: decoder.closed == 1)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_stopping_ends_what_is_served_and_says_so(tmp_path: Path) -> None:
@@ -366,4 +365,4 @@ def test_stopping_ends_what_is_served_and_says_so(tmp_path: Path) -> None:
                 await anext(events)
             assert (ended.value.reason, ended.value.status) == ("cancelled", 503)
 
-    uvloop.run(scenario())
+    run(scenario())

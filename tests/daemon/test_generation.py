@@ -10,10 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
-import uvloop
 
 from planner.placement import Prefiller
-from tests.daemon.wires import Peer, Refuses, joined, until
+from tests.daemon.wires import Peer, Refuses, joined, run, until
 from tests.daemon.worker_double import PROMPT, WorkerDouble
 from transport.link import Link, PageSink
 from zerocopy.config import DaemonConfig
@@ -142,7 +141,7 @@ def test_a_local_request_is_one_job_and_its_events() -> None:
             assert [m.job for m in one.worker.all(p.Release)] == [job.job]
             assert one.metric("zc_prompt_tokens_total", source="computed") == 70
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_text_is_tokenized_by_the_worker() -> None:
@@ -157,7 +156,7 @@ def test_text_is_tokenized_by_the_worker() -> None:
             one.answer(job, "x")
             await task
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,7 @@ def test_a_request_that_cannot_fit_is_the_clients_fault(request_: GenerationRequ
             assert (error.reason, error.status) == (reason, 400)
             assert not one.worker.sent
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_requests_take_turns_and_wait_no_longer_than_the_queue_allows() -> None:
@@ -193,7 +192,7 @@ def test_requests_take_turns_and_wait_no_longer_than_the_queue_allows() -> None:
             one.answer(await one.worker.got(p.Generate, 2), "y")
             await second
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_client_that_goes_while_it_queues_leaves_the_queue() -> None:
@@ -213,7 +212,7 @@ def test_a_client_that_goes_while_it_queues_leaves_the_queue() -> None:
                 await queued
             assert len(one.worker.all(p.Generate)) == 2
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.parametrize("said", [0, 1, 2])
@@ -237,7 +236,7 @@ def test_closing_the_iterator_releases_the_job_before_it_returns(said: int) -> N
             await events.aclose()
             assert one.nothing_held()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_request_ends_at_its_deadline() -> None:
@@ -246,7 +245,7 @@ def test_a_request_ends_at_its_deadline() -> None:
             error = await refusal(background(gather(one.generate())))
             assert (error.reason, error.status) == ("request-deadline", 504)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_job_that_fails_is_an_error_with_the_engines_reason() -> None:
@@ -258,7 +257,7 @@ def test_a_job_that_fails_is_an_error_with_the_engines_reason() -> None:
             error = await refusal(task)
             assert (error.reason, error.status, str(error)) == ("decode", 500, "the engine gave up")
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
@@ -275,7 +274,7 @@ def test_a_worker_that_dies_is_an_error_to_retry(when: str) -> None:
             assert (error.reason, error.status) == ("worker-lost", 503)
             assert error.retry_after_s is not None
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 # -- disaggregated
@@ -293,7 +292,7 @@ def test_without_a_prefiller_a_request_runs_here_and_says_why() -> None:
             assert started == Started("local", None, "no usable prefiller (p: not connected yet)", 70)
             assert one.metric("zc_fallbacks_total", reason="no-prefiller") == 1
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_without_a_prefiller_a_request_that_may_not_fall_back_is_refused() -> None:
@@ -305,7 +304,7 @@ def test_without_a_prefiller_a_request_that_may_not_fall_back_is_refused() -> No
             assert (await refusal(background(gather(one.generate(short))))).reason == "prompt-too-short"
             assert one.metric("zc_fallbacks_total", reason="no-prefiller") == 0
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_handoff_that_fails_falls_back_and_nothing_of_it_is_left(tmp_path: Path) -> None:
@@ -327,7 +326,7 @@ def test_a_handoff_that_fails_falls_back_and_nothing_of_it_is_left(tmp_path: Pat
             assert (trace.outcome, trace.reason) == ("aborted", "queue-full")
             assert len(one.worker.all(p.Release)) == 2
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_handoff_that_fails_is_an_error_where_fallback_is_denied(tmp_path: Path) -> None:
@@ -341,7 +340,7 @@ def test_a_handoff_that_fails_is_an_error_where_fallback_is_denied(tmp_path: Pat
             assert "the handoff from p failed" in str(error)
             assert not one.generation.incoming
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_client_that_goes_during_a_handoff_ends_it_on_both_hosts(tmp_path: Path) -> None:
@@ -359,7 +358,7 @@ def test_a_client_that_goes_during_a_handoff_ends_it_on_both_hosts(tmp_path: Pat
             assert not one.generation.incoming
             assert [trace.reason for trace in one.traces] == ["cancelled"]
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_handoff_ends_with_the_request_it_is_for(tmp_path: Path) -> None:
@@ -369,7 +368,7 @@ def test_a_handoff_ends_with_the_request_it_is_for(tmp_path: Path) -> None:
             assert (error.reason, error.status) == ("request-deadline", 504)
             assert (await prefiller.hear(Abort)).reason == "cancelled"
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_two_handoffs_have_two_ids_and_growing_epochs(tmp_path: Path) -> None:
@@ -386,7 +385,7 @@ def test_two_handoffs_have_two_ids_and_growing_epochs(tmp_path: Path) -> None:
             assert len(ids) == 2
             assert one.generation.next_epoch() == 3
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 # -- figures

@@ -11,10 +11,9 @@ from typing import Any
 
 import msgspec
 import pytest
-import uvloop
 
 from tests.daemon.incoming_stage import SMALL, staged
-from tests.daemon.wires import until
+from tests.daemon.wires import run, until
 from tests.daemon.worker_double import SCHEMA, Page, state_pages
 from transport.link import Landing
 from zerocopy.daemon.incoming import HandoffFailed
@@ -64,7 +63,7 @@ def test_a_state_is_committed_once_it_is_whole_imported_and_proven(tmp_path: Pat
             assert stage.trace.marks["prefilled"] >= stage.trace.marks["granted"] + 1.5
             await stage.job.release()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_one_handoff_after_another_uses_the_same_memory(tmp_path: Path) -> None:
@@ -73,7 +72,7 @@ def test_one_handoff_after_another_uses_the_same_memory(tmp_path: Path) -> None:
             for _ in range(4):
                 await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,7 @@ def test_it_commits_whatever_comes_last(tmp_path: Path, order: tuple[str, ...]) 
             await asyncio.wait_for(stage.task, 5)
             await stage.job.release()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_without_a_probe_the_positions_are_enough(tmp_path: Path) -> None:
@@ -118,7 +117,7 @@ def test_without_a_probe_the_positions_are_enough(tmp_path: Path) -> None:
             await asyncio.wait_for(stage.task, 5)
             await stage.job.release()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_the_import_is_not_finished_before_the_last_part_of_the_state_is_here(tmp_path: Path) -> None:
@@ -135,7 +134,7 @@ def test_the_import_is_not_finished_before_the_last_part_of_the_state_is_here(tm
             stage.task.cancel()
             await asyncio.gather(stage.task, return_exceptions=True)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_credit_comes_back_as_the_worker_imports(tmp_path: Path) -> None:
@@ -164,7 +163,7 @@ def test_credit_comes_back_as_the_worker_imports(tmp_path: Path) -> None:
             await asyncio.wait_for(stage.task, 5)
             await stage.job.release()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 # -- a state that is wrong
@@ -182,7 +181,7 @@ def test_a_probe_that_disagrees_is_never_committed(tmp_path: Path) -> None:
             assert stage.trace.probe == "relative rms error 1.00e+00, tolerance 0.03"
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -212,7 +211,7 @@ def test_a_page_that_is_not_what_it_should_be_ends_the_handoff_and_not_the_link(
             assert await stage.aborts() == [reason]
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_page_that_comes_twice_ends_the_handoff(tmp_path: Path) -> None:
@@ -227,7 +226,7 @@ def test_a_page_that_comes_twice_ends_the_handoff(tmp_path: Path) -> None:
             await stage.failed("page-sequence")
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_payload_that_was_changed_is_not_seen_by_the_worker(tmp_path: Path) -> None:
@@ -241,7 +240,7 @@ def test_a_payload_that_was_changed_is_not_seen_by_the_worker(tmp_path: Path) ->
             assert stage.host.worker.take(task) == []
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_token_history_of_another_prompt_ends_the_handoff(tmp_path: Path) -> None:
@@ -264,7 +263,7 @@ def test_a_token_history_of_another_prompt_ends_the_handoff(tmp_path: Path) -> N
             await stage.failed("token-history")
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_more_than_the_credit_ends_the_handoff(tmp_path: Path) -> None:
@@ -278,7 +277,7 @@ def test_more_than_the_credit_ends_the_handoff(tmp_path: Path) -> None:
                 stage.send_raw(page)
             await stage.failed("credit")
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_pages_larger_than_the_ring_takes_are_refused_before_any_is_sent(tmp_path: Path) -> None:
@@ -293,7 +292,7 @@ def test_pages_larger_than_the_ring_takes_are_refused_before_any_is_sent(tmp_pat
             assert (reject.reason, reject.want) == ("page-too-large", str(1 << 20))
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_page_larger_than_was_announced_and_than_the_ring_takes_ends_the_handoff(tmp_path: Path) -> None:
@@ -311,7 +310,7 @@ def test_a_page_larger_than_was_announced_and_than_the_ring_takes_ends_the_hando
             sentence = await stage.failed("record-size")
             assert str(HEADER_BYTES + size) in sentence
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_host_without_a_free_ring_says_so(tmp_path: Path) -> None:
@@ -329,7 +328,7 @@ def test_a_host_without_a_free_ring_says_so(tmp_path: Path) -> None:
             taken.end()
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_reserve_for_another_state_is_rejected_naming_both(tmp_path: Path) -> None:
@@ -344,7 +343,7 @@ def test_a_reserve_for_another_state_is_rejected_naming_both(tmp_path: Path) -> 
             assert (await stage.prefiller.hear(Reject)).want == "99 tokens"
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_manifest_that_does_not_agree_with_the_pages_ends_the_handoff(tmp_path: Path) -> None:
@@ -358,7 +357,7 @@ def test_a_manifest_that_does_not_agree_with_the_pages_ends_the_handoff(tmp_path
             await stage.failed("position-mismatch")
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 # -- late and slow pages
@@ -382,7 +381,7 @@ def test_pages_that_come_after_the_end_are_dropped_and_the_link_lives(tmp_path: 
             await until(lambda: stage.sending.stats.page_bytes_sent > 0 and handoff.machine.late >= 3)
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.parametrize("ending", ["publish", "discard"])
@@ -419,7 +418,7 @@ def test_memory_is_not_given_back_while_a_receiver_thread_still_writes_it(
             assert stage.nothing_held()
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_page_that_the_link_gives_up_ends_the_handoff(tmp_path: Path) -> None:
@@ -435,7 +434,7 @@ def test_a_page_that_the_link_gives_up_ends_the_handoff(tmp_path: Path) -> None:
             await stage.failed("page-lost")
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_pages_of_many_threads_all_land(tmp_path: Path) -> None:
@@ -467,7 +466,7 @@ def test_pages_of_many_threads_all_land(tmp_path: Path) -> None:
             await asyncio.wait_for(stage.task, 5)
             await stage.job.release()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def _fill(page: Page, landing: Landing) -> None:
@@ -491,7 +490,7 @@ def test_the_worker_never_sees_a_page_whose_handoff_has_just_ended(tmp_path: Pat
             await stage.failed("cancelled")
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_link_that_is_gone_before_the_offer_is_a_failed_handoff(tmp_path: Path) -> None:
@@ -502,4 +501,4 @@ def test_a_link_that_is_gone_before_the_offer_is_a_failed_handoff(tmp_path: Path
             stage.host.link.close("test")
             await stage.failed("link-lost")
 
-    uvloop.run(scenario())
+    run(scenario())

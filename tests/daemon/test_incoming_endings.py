@@ -7,10 +7,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-import uvloop
 
 from tests.daemon.incoming_stage import Stage, staged
-from tests.daemon.wires import until
+from tests.daemon.wires import run, until
 from tests.daemon.worker_double import FACTS
 from zerocopy.daemon.worker_process import WorkerLost
 from zerocopy.handoff.messages import (
@@ -76,7 +75,7 @@ def test_a_client_that_goes_cancels_the_handoff_and_frees_everything(tmp_path: P
             assert await stage.aborts() == ["cancelled"]
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_client_that_goes_before_anything_was_sent_leaves_nothing(tmp_path: Path) -> None:
@@ -90,7 +89,7 @@ def test_a_client_that_goes_before_anything_was_sent_leaves_nothing(tmp_path: Pa
             assert stage.nothing_held()
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @ONCE_GRANTED
@@ -115,7 +114,7 @@ def test_a_cancellation_of_the_ending_does_not_cut_it_short(tmp_path: Path, reac
             stage.host.worker.drops = True
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @STAGES
@@ -130,7 +129,7 @@ def test_an_abort_of_the_prefiller_frees_everything(tmp_path: Path, reach: Reach
             assert not stage.prefiller.all(Abort), "an abort is not answered by one"
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @STAGES
@@ -144,7 +143,7 @@ def test_a_lost_link_frees_everything(tmp_path: Path, reach: Reach) -> None:
             stage.prefiller.link.close("test")
             await stage.failed("link-lost")
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @ONCE_GRANTED
@@ -157,7 +156,7 @@ def test_a_transfer_ends_at_its_deadline(tmp_path: Path, reach: Reach) -> None:
             assert await stage.aborts() == ["transfer-deadline"]
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_prefiller_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
@@ -168,7 +167,7 @@ def test_a_prefiller_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
             assert await stage.aborts() == ["queue-deadline"]
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @ONCE_GRANTED
@@ -182,7 +181,7 @@ def test_an_import_that_fails_ends_the_handoff_with_the_engines_reason(tmp_path:
             assert await stage.aborts() == ["blob"]
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @ONCE_GRANTED
@@ -198,7 +197,7 @@ def test_a_worker_that_dies_ends_the_handoff(tmp_path: Path, reach: Reach) -> No
             stage.host.worker.facts = FACTS
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_worker_that_dies_after_the_commit_ends_the_generation_only(tmp_path: Path) -> None:
@@ -215,4 +214,4 @@ def test_a_worker_that_dies_after_the_commit_ends_the_generation_only(tmp_path: 
                 await stage.job.next()
             await stage.job.release()
 
-    uvloop.run(scenario())
+    run(scenario())

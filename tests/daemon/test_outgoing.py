@@ -8,10 +8,9 @@ from typing import Any
 
 import msgspec
 import pytest
-import uvloop
 
 from tests.daemon.outgoing_stage import RING, SEED, staged
-from tests.daemon.wires import Peer, joined, until
+from tests.daemon.wires import Peer, joined, run, until
 from tests.daemon.worker_double import FACTS, PROMPT, Page
 from zerocopy.daemon import outgoing as module
 from zerocopy.handoff.components import HEADER_BYTES, Component, record_bytes
@@ -50,7 +49,7 @@ def test_a_state_leaves_page_by_page_in_order_and_is_forgotten_once_committed(tm
             assert sum(trace.component_pages.values()) == len(stage.pages)
             assert not stage.aborts()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_the_manifest_counts_what_was_sent_and_brings_the_sources_figures(tmp_path: Path) -> None:
@@ -65,7 +64,7 @@ def test_the_manifest_counts_what_was_sent_and_brings_the_sources_figures(tmp_pa
             assert {"prefilled", "export_busy_s", "chunks"} <= manifest.timings.keys()
             stage.decoder.say(CommitAck(handoff_id=stage.id, epoch=7))
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_one_handoff_after_another_uses_the_same_memory(tmp_path: Path) -> None:
@@ -74,7 +73,7 @@ def test_one_handoff_after_another_uses_the_same_memory(tmp_path: Path) -> None:
             for _ in range(4):
                 await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_ring_pages_wait_for_the_snapshot_whose_turn_it_is(tmp_path: Path) -> None:
@@ -94,7 +93,7 @@ def test_ring_pages_wait_for_the_snapshot_whose_turn_it_is(tmp_path: Path) -> No
             assert await stage.arrived(len(pages)) == pages
             stage.decoder.say(CommitAck(handoff_id=stage.id, epoch=7))
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_pages_leave_while_prefill_still_runs(tmp_path: Path) -> None:
@@ -107,7 +106,7 @@ def test_pages_leave_while_prefill_still_runs(tmp_path: Path) -> None:
                 await stage.arrived(number)
             stage.decoder.say(Abort(handoff_id=stage.id, epoch=7, reason="cancelled", message=""))
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 # -- credit and other bounds
@@ -134,7 +133,7 @@ def test_no_page_leaves_without_credit_and_each_leaves_as_soon_as_there_is(tmp_p
             assert await stage.arrived(len(stage.pages)) == stage.pages
             stage.decoder.say(CommitAck(handoff_id=stage.id, epoch=7))
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_page_that_no_credit_will_ever_cover_ends_the_handoff(tmp_path: Path) -> None:
@@ -147,7 +146,7 @@ def test_a_page_that_no_credit_will_ever_cover_ends_the_handoff(tmp_path: Path) 
             assert stage.aborts() == ["page-too-large"]
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_the_link_is_never_given_more_pages_than_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +166,7 @@ def test_the_link_is_never_given_more_pages_than_the_bound(tmp_path: Path, monke
             assert await stage.arrived(len(stage.pages)) == stage.pages
             stage.decoder.say(CommitAck(handoff_id=stage.id, epoch=7))
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_the_lane_serves_one_prompt_at_a_time_in_arrival_order(tmp_path: Path) -> None:
@@ -181,7 +180,7 @@ def test_the_lane_serves_one_prompt_at_a_time_in_arrival_order(tmp_path: Path) -
                 stage.decoder.say(Reject(handoff_id=handoff_id, reason="no-memory", message="no ring"))
             await until(stage.host.nothing_held)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 # -- an exporter that is wrong
@@ -200,7 +199,7 @@ def test_a_page_that_the_exporter_left_out_is_named(tmp_path: Path) -> None:
             assert stage.decoder.all(Abort)[-1].message == "the exporter left out page 3 of 10"
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_last_page_that_never_came_is_noticed_at_once(tmp_path: Path) -> None:
@@ -215,7 +214,7 @@ def test_a_last_page_that_never_came_is_noticed_at_once(tmp_path: Path) -> None:
             await stage.failed("page-missing")
             assert stage.decoder.all(Abort)[-1].message == "the exporter left out page 5 of 6"
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_component_that_the_exporter_forgot_is_named(tmp_path: Path) -> None:
@@ -229,7 +228,7 @@ def test_a_component_that_the_exporter_forgot_is_named(tmp_path: Path) -> None:
             await stage.failed("state-incomplete")
             assert "recurrent state" in stage.decoder.all(Abort)[-1].message
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.parametrize(
@@ -253,7 +252,7 @@ def test_a_page_that_the_decoder_would_refuse_is_refused_here(
             await stage.failed(reason)
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_record_that_is_no_page_ends_the_handoff_and_gives_the_ring_back(tmp_path: Path) -> None:
@@ -267,7 +266,7 @@ def test_a_record_that_is_no_page_ends_the_handoff_and_gives_the_ring_back(tmp_p
             await stage.failed("page-header")
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_snapshot_part_outside_the_slab_ends_the_handoff(tmp_path: Path) -> None:
@@ -283,7 +282,7 @@ def test_a_snapshot_part_outside_the_slab_ends_the_handoff(tmp_path: Path) -> No
             await stage.failed("slab-range")
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 # -- what is not even queued
@@ -302,7 +301,7 @@ def test_a_replayed_id_is_the_peers_fault_for_ever(tmp_path: Path) -> None:
             await until(lambda: stage.host.errors)
             assert stage.host.service.running == 0
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_prompt_that_cannot_be_served_is_refused_with_the_reason(
@@ -325,7 +324,7 @@ def test_a_prompt_that_cannot_be_served_is_refused_with_the_reason(
             await until(lambda: stage.aborts() == ["queue-full"])
             await until(stage.host.nothing_held)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_page_larger_than_this_hosts_own_ring_takes_is_refused_by_name(tmp_path: Path) -> None:
@@ -339,7 +338,7 @@ def test_a_page_larger_than_this_hosts_own_ring_takes_is_refused_by_name(tmp_pat
             await stage.failed("page-too-large")
             assert "--ring-mib" in stage.decoder.all(Abort)[-1].message
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_with_no_ring_left_the_handoff_is_refused(tmp_path: Path) -> None:
@@ -354,7 +353,7 @@ def test_with_no_ring_left_the_handoff_is_refused(tmp_path: Path) -> None:
             taken.end()
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_messages_of_a_handoff_of_another_link_are_not_taken(tmp_path: Path) -> None:
@@ -373,7 +372,7 @@ def test_messages_of_a_handoff_of_another_link_are_not_taken(tmp_path: Path) -> 
             stage.decoder.say(Reject(handoff_id=stage.id, reason="no-memory", message=""))
             await stage.failed("no-memory")
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_message_out_of_order_ends_the_handoff(tmp_path: Path) -> None:
@@ -385,4 +384,4 @@ def test_a_message_out_of_order_ends_the_handoff(tmp_path: Path) -> None:
             await stage.failed("out-of-order")
             await stage.committed()  # over the same link
 
-    uvloop.run(scenario())
+    run(scenario())

@@ -7,10 +7,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-import uvloop
 
 from tests.daemon.outgoing_stage import Stage, staged
-from tests.daemon.wires import until
+from tests.daemon.wires import run, until
 from tests.daemon.worker_double import FACTS
 from zerocopy.handoff.messages import (
     Abort,
@@ -88,7 +87,7 @@ def test_an_abort_of_the_decoder_frees_everything(tmp_path: Path, reach: End) ->
             assert not stage.aborts(), "an abort is not answered by one"
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_prompt_that_leaves_the_queue_does_not_give_away_the_lane_of_another(tmp_path: Path) -> None:
@@ -106,7 +105,7 @@ def test_a_prompt_that_leaves_the_queue_does_not_give_away_the_lane_of_another(t
             stage.decoder.say(Reject(handoff_id=third, reason="no-memory", message="no ring"))
             await until(stage.host.nothing_held)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @STAGES
@@ -121,7 +120,7 @@ def test_a_lost_link_frees_everything(tmp_path: Path, reach: End) -> None:
             stage.sink.gate.set()
             await stage.failed("link-lost")
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @STAGES
@@ -136,7 +135,7 @@ def test_stopping_the_daemon_tells_the_decoder_and_frees_everything(tmp_path: Pa
             await stage.failed("shutdown")
             await until(lambda: stage.aborts() == ["shutdown"])
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @ONCE_GRANTED
@@ -157,7 +156,7 @@ def test_an_ending_that_is_itself_cancelled_still_frees_everything(tmp_path: Pat
             await stopping
             await stage.failed("cancelled")
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @ONCE_GRANTED
@@ -173,7 +172,7 @@ def test_a_job_that_fails_ends_the_handoff_with_the_engines_reason(tmp_path: Pat
             assert stage.aborts() == ["token-range"]
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @ONCE_GRANTED
@@ -190,7 +189,7 @@ def test_a_worker_that_dies_ends_the_handoff(tmp_path: Path, reach: End) -> None
             stage.host.worker.facts = FACTS
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_memory_is_not_given_back_while_the_link_still_reads_it(tmp_path: Path) -> None:
@@ -210,7 +209,7 @@ def test_memory_is_not_given_back_while_the_link_still_reads_it(tmp_path: Path) 
             handoff._do(handoff.machine.page_done())
             await stage.failed("cancelled")
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_decoder_that_does_not_answer_is_given_up_at_its_own_deadline(tmp_path: Path) -> None:
@@ -224,7 +223,7 @@ def test_a_decoder_that_does_not_answer_is_given_up_at_its_own_deadline(tmp_path
             assert stage.aborts() == ["queue-deadline"]
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_prompt_waits_no_longer_than_its_deadline_for_the_lane(tmp_path: Path) -> None:
@@ -239,7 +238,7 @@ def test_a_prompt_waits_no_longer_than_its_deadline_for_the_lane(tmp_path: Path)
             await stage.failed("queue-deadline")
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.parametrize("exported", [0, 1, 5, 11])
@@ -257,4 +256,4 @@ def test_a_transfer_ends_at_its_deadline(tmp_path: Path, exported: int) -> None:
             assert stage.aborts() == ["transfer-deadline"]
             await stage.committed()
 
-    uvloop.run(scenario())
+    run(scenario())

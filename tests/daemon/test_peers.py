@@ -8,9 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import uvloop
 
-from tests.daemon.wires import Peer, Refuses, endpoint, joined, keys, until
+from tests.daemon.wires import Peer, Refuses, endpoint, joined, keys, run, until
 from transport.keys import KeyStore
 from transport.link import Link, PageSink
 from transport.tcp import TcpEndpoint
@@ -114,7 +113,7 @@ def test_both_sides_say_hello_and_know_each_other(tmp_path: Path) -> None:
             assert a.peers.link_to("b") is not None
             assert a.messages == b.messages == []
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_hello_is_answered_once_however_often_it_comes(tmp_path: Path) -> None:
@@ -132,7 +131,7 @@ def test_hello_is_answered_once_however_often_it_comes(tmp_path: Path) -> None:
             assert len(peer.all(Hello)) == 2
         await node.close()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_message_after_hello_reaches_the_listener(tmp_path: Path) -> None:
@@ -148,7 +147,7 @@ def test_a_message_after_hello_reaches_the_listener(tmp_path: Path) -> None:
             link.send(encode(ABORT))
             await until(lambda: b.messages == [ABORT])
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.parametrize("sent", [encode(ABORT), b"\x01garbage", b"\x09\x80"])
@@ -163,7 +162,7 @@ def test_anything_before_hello_closes_the_link(tmp_path: Path, sent: bytes) -> N
             assert node.messages == []
         await node.close()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_message_that_breaks_the_protocol_closes_the_link(tmp_path: Path) -> None:
@@ -177,7 +176,7 @@ def test_a_message_that_breaks_the_protocol_closes_the_link(tmp_path: Path) -> N
             assert peer.closed == ["peer-closed/message"]
         await node.close()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_an_absent_peer_is_named_with_the_reason_and_dialled_until_it_is_there(
@@ -199,7 +198,7 @@ def test_an_absent_peer_is_named_with_the_reason_and_dialled_until_it_is_there(
             await late.endpoint.listen(address)
             await until(lambda: a.knows("b"))
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_peer_that_restarts_is_found_again_under_its_new_boot(tmp_path: Path) -> None:
@@ -223,7 +222,7 @@ def test_a_peer_that_restarts_is_found_again_under_its_new_boot(tmp_path: Path) 
             assert peer.hello is not None
             assert peer.hello.boot_id == b"another boot id."
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_new_boot_id_ends_the_links_of_the_old_one_at_once(tmp_path: Path) -> None:
@@ -243,7 +242,7 @@ def test_a_new_boot_id_ends_the_links_of_the_old_one_at_once(tmp_path: Path) -> 
             await until(lambda: old.lost == ["peer-closed/peer-restarted"])
             assert a.obstacle("b") is None
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
@@ -274,7 +273,7 @@ def test_when_both_have_dialled_both_use_the_link_of_the_lower_boot_id(
             await until(lambda: a.lost == ["superseded"] and b.lost == ["peer-closed/superseded"])
             assert (a.obstacle("b"), b.obstacle("a")) == (None, None)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_when_the_link_in_use_falls_another_that_stands_takes_over(tmp_path: Path) -> None:
@@ -291,7 +290,7 @@ def test_when_the_link_in_use_falls_another_that_stands_takes_over(tmp_path: Pat
             await until(lambda: a.peers.link_to("b") is first)
             assert a.obstacle("b") is None, "what it said on the other link still holds"
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_link_without_hello_is_no_connection(tmp_path: Path) -> None:
@@ -308,7 +307,7 @@ def test_a_link_without_hello_is_no_connection(tmp_path: Path) -> None:
             await a.endpoint.close()
             assert a.lost == b.lost == []
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_change_is_announced_to_every_peer(tmp_path: Path) -> None:
@@ -323,7 +322,7 @@ def test_a_change_is_announced_to_every_peer(tmp_path: Path) -> None:
             b.peers.announce()
             await until(lambda: a.obstacle("b") == "its engine is not up")
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_every_obstacle_is_a_sentence(tmp_path: Path) -> None:
@@ -344,7 +343,7 @@ def test_every_obstacle_is_a_sentence(tmp_path: Path) -> None:
             b.peers.announce()
             await until(lambda: a.obstacle("b") == "its roles are decode, sings, not prefill")
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_peer_without_an_address_is_not_dialled_but_may_dial(tmp_path: Path) -> None:
@@ -357,7 +356,7 @@ def test_a_peer_without_an_address_is_not_dialled_but_may_dial(tmp_path: Path) -
             b.dial()
             await until(lambda: a.knows("b"))
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_the_second_address_is_tried_when_the_first_is_dead(tmp_path: Path) -> None:
@@ -373,7 +372,7 @@ def test_the_second_address_is_tried_when_the_first_is_dead(tmp_path: Path) -> N
             a.dial()
             await until(lambda: a.knows("b"))
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_peer_whose_key_is_not_trusted_does_not_keep_others_from_being_dialled(tmp_path: Path) -> None:
@@ -388,7 +387,7 @@ def test_a_peer_whose_key_is_not_trusted_does_not_keep_others_from_being_dialled
             await until(lambda: a.obstacle("nobody") != "not connected yet")
             assert "nobody" in (a.obstacle("nobody") or "")
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_decode_peer_is_one_whose_engine_is_up(tmp_path: Path) -> None:
@@ -407,4 +406,4 @@ def test_a_decode_peer_is_one_whose_engine_is_up(tmp_path: Path) -> None:
             b.peers.announce()
             await until(lambda: a.peers.decoder() is None)
 
-    uvloop.run(scenario())
+    run(scenario())

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-import uvloop
 
 from native.memory import NativeError
 from native.slab import Slab
+from tests.daemon.wires import run
 from zerocopy.daemon import worker_process
 from zerocopy.daemon.memory import SharedMemory
 from zerocopy.daemon.worker_process import WORKER_COMMAND, Job, JobFailed, WorkerLost, WorkerProcess
@@ -154,7 +154,7 @@ def test_a_worker_that_is_killed_loses_its_jobs_and_another_takes_over_the_same_
             assert done.target_position == 98
             await again.release()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_slab_that_a_dead_worker_was_writing_is_wiped_when_it_comes_back(model: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_slab_that_a_dead_worker_was_writing_is_wiped_when_it_comes_back(model
             lease.end()
             assert not any(read(slab))
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def read(slab: Slab) -> bytes:
@@ -204,7 +204,7 @@ def test_a_worker_that_hangs_is_killed_when_it_does_not_release(model: Path, mon
             assert not psutil.pid_exists(first)
             await host.up(lives=2)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_model_that_cannot_be_served_is_final_and_says_why(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_model_that_cannot_be_served_is_final_and_says_why(tmp_path: Path) -> 
             with pytest.raises(WorkerLost, match=r"absent\.gguf"):
                 host.worker.open_job()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_stopping_a_busy_worker_leaves_no_process(model: Path) -> None:
@@ -239,7 +239,7 @@ def test_stopping_a_busy_worker_leaves_no_process(model: Path) -> None:
             with pytest.raises(WorkerLost):
                 await next_of(job, p.Generated)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_ctrl_c_in_the_terminal_does_not_reach_the_worker(model: Path) -> None:
@@ -254,7 +254,7 @@ def test_ctrl_c_in_the_terminal_does_not_reach_the_worker(model: Path) -> None:
             assert await host.worker.tokenize("hello", parse_special=False)
             assert host.worker.restarts == 0
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 # -- with a scripted one
@@ -270,7 +270,7 @@ def test_what_a_worker_says_reaches_the_job_it_is_about() -> None:
             assert (failed.value.reason, str(failed.value)) == ("tokenize", "this text has no tokens")
             assert not host.worker._jobs
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_released_job_is_forgotten_and_its_late_messages_are_dropped() -> None:
@@ -285,7 +285,7 @@ def test_a_released_job_is_forgotten_and_its_late_messages_are_dropped() -> None
             assert not job.lost
             assert await host.worker.tokenize("echo", parse_special=False)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_worker_that_says_start_failed_is_not_started_again() -> None:
@@ -295,7 +295,7 @@ def test_a_worker_that_says_start_failed_is_not_started_again() -> None:
             assert host.worker.reason == "the engine cannot load it: give another file"
             assert host.changes == [host.worker.reason]
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_worker_that_keeps_dying_is_started_ever_more_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +316,7 @@ def test_a_worker_that_keeps_dying_is_started_ever_more_slowly(monkeypatch: pyte
                     await really_sleep(0.005)
             assert host.worker.facts is None
 
-    uvloop.run(scenario())
+    run(scenario())
     assert slept[:4] == [0.02, 0.04, 0.05, 0.05]
 
 
@@ -326,7 +326,7 @@ def test_a_worker_that_breaks_the_protocol_is_killed_and_replaced(script: str) -
         async with supervised(scripted(script)) as host:
             await host.until(lambda: host.worker.restarts >= 1)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_worker_that_closes_its_socket_and_lives_on_is_killed_before_its_memory_is_used_again(
@@ -345,7 +345,7 @@ def test_a_worker_that_closes_its_socket_and_lives_on_is_killed_before_its_memor
             assert host.lost == 1
             await host.up(lives=2)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_worker_that_is_deaf_to_shutdown_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +359,7 @@ def test_a_worker_that_is_deaf_to_shutdown_is_killed(monkeypatch: pytest.MonkeyP
             await host.worker.stop()
             assert not psutil.pid_exists(pid)
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_no_job_can_be_opened_while_no_worker_is_ready() -> None:
@@ -370,7 +370,7 @@ def test_no_job_can_be_opened_while_no_worker_is_ready() -> None:
             await host.up()
             assert host.worker.open_job().number == 1
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_more_rings_than_one_system_call_passes_reach_the_worker() -> None:
@@ -381,7 +381,7 @@ def test_more_rings_than_one_system_call_passes_reach_the_worker() -> None:
             await host.up()
             assert await host.worker.tokenize("", parse_special=False) == [2 * 60 * 3]
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_memory_that_cannot_be_had_ends_the_worker_for_good() -> None:
@@ -397,7 +397,7 @@ def test_memory_that_cannot_be_had_ends_the_worker_for_good() -> None:
                 "shared-memory", "no shared memory for 4 rings: lower --rings"
             )
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_a_process_that_cannot_be_started_leaves_no_socket(tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ def test_a_process_that_cannot_be_started_leaves_no_socket(tmp_path: Path) -> No
                 await host.ended()
             assert sockets() == before
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def sockets() -> int:
@@ -430,7 +430,7 @@ def test_a_message_to_a_worker_that_is_gone_is_dropped() -> None:
             host.worker.send(p.Release(1))
             await host.worker.stop()
 
-    uvloop.run(scenario())
+    run(scenario())
 
 
 def test_stop_before_the_process_exists_starts_none() -> None:
@@ -440,4 +440,4 @@ def test_stop_before_the_process_exists_starts_none() -> None:
             await host.ended()
             assert not host.pids
 
-    uvloop.run(scenario())
+    run(scenario())

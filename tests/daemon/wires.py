@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
+
+import uvloop
 
 from transport.keys import KeyStore
 from transport.link import Link, LinkOwner, PageSink
@@ -16,6 +18,7 @@ from zerocopy.handoff.messages import AnyMessage, decode, encode
 
 QUICK = Timing(ping_s=0.1, dead_s=1.0, greet_s=2.0)
 TIMEOUT_S = 10.0
+SCENARIO_S = 60.0
 
 
 def keys(folder: Path, *names: str) -> dict[str, KeyStore]:
@@ -32,6 +35,11 @@ def keys(folder: Path, *names: str) -> dict[str, KeyStore]:
 
 def endpoint(store: KeyStore, owner: LinkOwner) -> TcpEndpoint:
     return TcpEndpoint(store, owner, streams=1, timing=QUICK)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    """On the daemon's own loop. A scenario that hangs fails: pytest's alarm does not interrupt uvloop."""
+    uvloop.run(asyncio.wait_for(scenario, SCENARIO_S))
 
 
 async def until(condition: Callable[[], Any]) -> None:

@@ -22,7 +22,15 @@ QUICK = Timing(ping_s=0.05, dead_s=0.5, greet_s=2.0)
 
 def mapped(size: int) -> memoryview:
     """Shared-memory-like room: page aligned, outside Python's heap."""
-    return memoryview(mmap.mmap(-1, size))[:size]
+    return memoryview(mmap.mmap(-1, size))
+
+
+def unmap(view: memoryview) -> None:
+    """Give the memory back. Raises BufferError if anything else still holds a view of it."""
+    memory = view.obj
+    assert isinstance(memory, mmap.mmap)
+    view.release()
+    memory.close()
 
 
 def pattern(size: int, seed: int = 1) -> memoryview:

@@ -42,7 +42,9 @@ def test_pages_and_messages_arrive_exactly_in_order_and_once(
     async def work() -> None:
         async with two_hosts(tmp_path, congestion=congestion) as (a, b, address), relay(address, chances) as path:
             link = await a.endpoint.connect("b", path.address)
-            pages = [(b"%d" % i, pattern(100_000 + 77_777 * (i % 3), i)) for i in range(12)]
+            # Small ones in a row, so that one waits for the lost beginning of another.
+            sizes = [100_000 + 77_777 * (i % 3) for i in range(12)] + 200 * [3000]
+            pages = [(b"%d" % i, pattern(size, i)) for i, size in enumerate(sizes)]
             sending = [link.send_page(*page) for page in pages]
             sending += [b.links[0].send_page(*page) for page in pages[:4]]
             messages = [b"%d" % i * 300 for i in range(50)]

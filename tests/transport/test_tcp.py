@@ -15,7 +15,7 @@ from transport.tcp import MAX_LINKS_PER_PEER, TcpEndpoint
 from transport.tcp_link import Timing
 
 from .conftest import Run
-from .hosts import QUICK, linked, mapped, pattern, sockets, two_hosts
+from .hosts import QUICK, linked, mapped, pattern, sockets, two_hosts, unmap
 
 RECORD = 64 << 10
 
@@ -143,7 +143,7 @@ def test_a_payload_is_no_longer_read_once_its_cancelled_future_resolves(run: Run
             assert future.cancel()
             await asyncio.wait([future])
             assert future.cancelled()
-            view.release()  # BufferError if anything still held it
+            unmap(view)
             go.set()
             await last
             assert b.landings.payload(b"last") == pattern(100_000, 5)
@@ -199,7 +199,7 @@ def test_closing_while_pages_fly_fails_them_frees_them_and_says_why_once(run: Ru
             results = await asyncio.gather(*futures, return_exceptions=True)
             assert all(isinstance(r, LinkError) and r.reason == "handoff-abort" for r in results if r is not None)
             for view in views:
-                view.release()
+                unmap(view)
             await b.until(lambda: b.closed == ["peer-closed/handoff-abort"])
             assert a.closed == ["handoff-abort"]
             assert len(b.landings.published) + len(b.landings.discarded) == len(b.landings.claimed)

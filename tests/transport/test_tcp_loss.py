@@ -17,7 +17,7 @@ from transport.link import LinkError
 from transport.tcp_link import Timing
 
 from .conftest import Run
-from .hosts import QUICK, Host, linked, pattern, two_hosts
+from .hosts import QUICK, Host, linked, pattern, two_hosts, unmap
 from .meddler import meddled
 
 RECORD = 16 << 10
@@ -85,7 +85,7 @@ def test_a_silent_path_is_noticed_within_the_stated_bound(run: Run, tmp_path: Pa
                 await future
             assert caught.value.reason == "peer-unresponsive"
             assert time.monotonic() - start < 5
-            view.release()
+            unmap(view)
             await a.until(lambda: a.closed == ["peer-unresponsive"])
             await b.until(lambda: b.closed == ["peer-unresponsive"])
 
