@@ -98,9 +98,9 @@ def test_a_stop_string_ends_the_answer(client: openai.OpenAI) -> None:
 
 def test_errors_are_the_clients_own_kinds(chatty: Pair, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="context"):
-        client.completions.create(model="any", prompt="x", max_tokens=100_000)
+        client.completions.create(model="any", prompt="x y z", max_tokens=100_000)
     with pytest.raises(openai.RateLimitError) as limited:  # the key may have three at once
-        client.completions.create(model="any", prompt="x", max_tokens=4, n=4)
+        client.completions.create(model="any", prompt="x y z", max_tokens=4, n=4)
     assert limited.value.code == "tenant-limit"
     assert int(limited.value.response.headers["retry-after"]) >= 1
     assert_nothing_held(chatty.prefiller, chatty.decoder)
