@@ -57,6 +57,7 @@ def test_every_setting_can_be_given_in_all_three_ways(model: Path, tmp_path: Pat
         "name": "n1", "role": "decode", "model": str(model), "listen": "[::1]:1", "advertise": "10.0.0.1:2",
         "http": "127.0.0.1:3", "peers": {"a": "10.0.0.2:4"}, "keys": "/k", "streams": 3, "n_ctx": 64,
         "chunk_tokens": 128, "page_tokens": 32, "kv_type": "q8_0", "flash_attention": "off", "threads": 2, "mtp": "off",
+        "sequences": 3, "kv_tokens": 9000, "queue": 7, "tenant_requests": 5, "api_keys": {"ann": "k2"},
         "ring_mib": 9, "rings": 2, "placement": "disaggregated", "allow_fallback": False, "probe": False,
         "allow_proofs": True, "queue_s": 1.5, "transfer_s": 2, "request_s": 3, "api_key": "abc",
         "api_key_file": str(key_file), "log_level": "debug", "log_format": "json",
@@ -64,15 +65,19 @@ def test_every_setting_can_be_given_in_all_three_ways(model: Path, tmp_path: Pat
     for setting in config.settings():
         assert setting.name in samples, f"no sample of {setting.name}"
         value = samples[setting.name]
-        text = (
-            "a=10.0.0.2:4" if setting.name == "peers" else str(value).lower() if isinstance(value, bool) else str(value)
-        )
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        many = isinstance(value, dict)
+        if many:
+            text = ",".join(f"{name}={one}" for name, one in value.items())
         base = {} if setting.name == "model" else {"model": str(model)}
         if setting.name == "page_tokens":
             base["chunk_tokens"] = "128"
-        line = f'peers = {{a = "10.0.0.2:4"}}' if setting.name == "peers" else f"{setting.name} = {_toml_value(value)}"  # noqa: F541
+        if setting.name == "kv_tokens":
+            base["n_ctx"] = "64"
+        table = ", ".join(f'{name} = "{one}"' for name, one in value.items()) if many else ""
+        line = f"{setting.name} = {{{table}}}" if many else f"{setting.name} = {_toml_value(value)}"
         ways = [
-            load(base | {setting.name: [text] if setting.name == "peers" else text}, {}),
+            load(base | {setting.name: [text] if many else text}, {}),
             load(base, {setting.env: text}),
             load(base, {}, toml(tmp_path, line)),
         ]
@@ -146,16 +151,18 @@ def test_variables_of_others_are_not_ours(model: Path) -> None:
 
 def test_the_api_key_may_be_in_a_file_and_never_shows(model: Path, tmp_path: Path) -> None:
     key_file = tmp_path / "key"
-    key_file.write_text("s3cret\nsecond line\n")
+    key_file.write_text("s3cret\nann key-of-ann\n")
     flags = {"model": str(model), "api_key_file": str(key_file)}
     settled = load(flags, {})
     assert settled.api_key == "s3cret"
+    assert settled.tenant_keys() == {b"s3cret": "", b"key-of-ann": "ann"}
+    assert "key-of-ann" not in repr(settled)
     assert "s3cret" not in repr(settled) and "***" in repr(settled)
     assert "s3cret" not in str(settled)
     with pytest.raises(ConfigError, match="both"):
         load(flags | {"api_key": "x"}, {})
     key_file.write_text("\n")
-    with pytest.raises(ConfigError, match="first line"):
+    with pytest.raises(ConfigError, match="is empty"):
         load(flags, {})
     with pytest.raises(ConfigError, match="cannot read"):
         load(flags | {"api_key_file": str(tmp_path / "absent")}, {})

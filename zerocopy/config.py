@@ -30,7 +30,8 @@ CONFIG_FILE: Final = f"{CONFIG_DIR}/config.toml"
 ENV_PREFIX: Final = "ZC_"
 # Read elsewhere, so not settings, and not typing errors either.
 OTHER_VARIABLES: Final = frozenset({"ZC_CACHE", "ZC_CONFIG"})
-MAX_API_KEY_BYTES: Final = 4096
+MAX_API_KEY_BYTES: Final = 1 << 16  # of the whole file
+MAX_TENANT: Final = 64
 
 
 class ConfigError(Exception):
@@ -116,12 +117,30 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         _setting(
             "Engine",
-            "Longest prompt plus answer, in tokens. Memory is reserved for it.",
+            "Longest prompt plus answer, in tokens.",
             metavar="N",
             ge=32,
             le=1 << 24,
         ),
     ] = 4096
+    sequences: Annotated[
+        int,
+        _setting(
+            "Engine", "Requests the engine works on at once, for each role of the host.", metavar="N", ge=1, le=253
+        ),
+    ] = 4
+    kv_tokens: Annotated[
+        int,
+        _setting(
+            "Engine",
+            "Tokens of context that all requests of a role at once may need; memory is reserved for them. At least "
+            "n_ctx; a request that does not fit now waits.",
+            metavar="N",
+            default="twice n_ctx",
+            ge=0,
+            le=1 << 24,
+        ),
+    ] = 0
     chunk_tokens: Annotated[
         int,
         _setting(
@@ -192,6 +211,13 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         _setting("Requests", "Answer x-zc-proof with keyed digests of state and logits. For tests: costs a re-export."),
     ] = False
+    queue: Annotated[
+        int, _setting("Requests", "Most requests that may wait for the engine.", metavar="N", ge=0, le=65536)
+    ] = 256
+    tenant_requests: Annotated[
+        int,
+        _setting("Requests", "Most requests, waiting and running, of one API key.", metavar="N", ge=1, le=65536),
+    ] = 64
     queue_s: Annotated[
         float, _setting("Requests", "Longest wait for the engine or a prefiller.", metavar="SECONDS", gt=0, le=86400)
     ] = 30.0
@@ -215,8 +241,19 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     api_key_file: Annotated[
-        Path | None, _setting("Security", "File whose first line is the API key.", metavar="FILE", default="none")
+        Path | None, _setting("Security", "File with a line KEY, and lines TENANT KEY.", metavar="FILE", default="none")
     ] = None
+
+    api_keys: Annotated[
+        dict[str, str],
+        _setting(
+            "Security",
+            "More keys, each of a tenant of its own, whose requests are counted apart. Prefer the file or TOML.",
+            flag="--tenant-key",
+            metavar="TENANT=KEY",
+            default="none",
+        ),
+    ] = {}
 
     log_level: Annotated[LogLevel, _setting("Logs", "Least severe level that is written to stderr.")] = "info"
     log_format: Annotated[
@@ -225,8 +262,16 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         """Without the API key, so that no log or traceback can show it."""
-        values = {f: getattr(self, f) for f in self.__struct_fields__} | {"api_key": "***" if self.api_key else None}
+        values = {f: getattr(self, f) for f in self.__struct_fields__} | {
+            "api_key": "***" if self.api_key else None,
+            "api_keys": dict.fromkeys(self.api_keys, "***"),
+        }
         return f"DaemonConfig({', '.join(f'{k}={v!r}' for k, v in values.items())})"
+
+    def tenant_keys(self) -> dict[bytes, str]:
+        """Every key and the tenant it stands for; the one without a name is tenant "". No keys: no check."""
+        keys = {key.encode(): tenant for tenant, key in self.api_keys.items()}
+        return keys | ({self.api_key.encode(): ""} if self.api_key else {})
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -329,9 +374,11 @@ def _convert(setting: Setting, value: object, where: str) -> object:
     try:
         if setting.name == "peers":
             value = _peers(value)
+        if setting.name == "api_keys":
+            value = _tenant_keys(value)
         return msgspec.convert(value, setting.type, strict=strict, dec_hook=_path)
     except msgspec.ValidationError as error:
-        shown = "" if setting.name == "api_key" else f", not {value!r}"
+        shown = "" if setting.name in ("api_key", "api_keys") else f", not {value!r}"
         raise ConfigError(f"{source}: expected {_wanted(setting, error)}{shown}") from error
 
 
@@ -370,6 +417,22 @@ def _peers(value: object) -> dict[str, list[str]]:
     return peers
 
 
+def _tenant_keys(value: object) -> dict[str, str]:
+    """TOML: a table. Text: TENANT=KEY, many separated by commas or repeated flags."""
+    if isinstance(value, dict):
+        return value
+    texts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple):
+        raise msgspec.ValidationError("Expected a table of TENANT = KEY")
+    keys: dict[str, str] = {}
+    for text in texts:
+        tenant, equals, key = str(text).strip().partition("=")
+        if not (tenant and equals and key):
+            raise msgspec.ValidationError("Expected TENANT=KEY")
+        keys[tenant] = key
+    return keys
+
+
 def _complete(config: DaemonConfig) -> DaemonConfig:
     """Checks that need more than one field or the file system, and the API key's file."""
     if config.model is None:
@@ -389,15 +452,28 @@ def _complete(config: DaemonConfig) -> DaemonConfig:
             f"page_tokens {config.page_tokens} does not divide chunk_tokens {config.chunk_tokens}: "
             f"set --page-tokens to {config.chunk_tokens} or a divisor of it"
         )
+    if config.kv_tokens and config.kv_tokens < config.n_ctx:
+        raise ConfigError(
+            f"kv_tokens {config.kv_tokens} is less than n_ctx {config.n_ctx}: one request could need it all"
+        )
+    return msgspec.structs.replace(_with_keys(config), keys=config.keys.expanduser())
+
+
+def _with_keys(config: DaemonConfig) -> DaemonConfig:
+    """The keys of the file beside those that were given, all fit for an HTTP header, no two the same."""
     if config.api_key_file is not None:
         if config.api_key is not None:
             raise ConfigError("both api_key and api_key_file are set: keep one of them")
-        config = msgspec.structs.replace(config, api_key=_read_key(config.api_key_file))
-    if config.api_key is not None and not (
-        config.api_key.isascii() and config.api_key.isprintable() and config.api_key
-    ):
+        plain, tenants = _read_keys(config.api_key_file)
+        config = msgspec.structs.replace(config, api_key=plain, api_keys={**config.api_keys, **tenants})
+    keys = [*config.api_keys.values(), *([] if config.api_key is None else [config.api_key])]
+    if not all(key.isascii() and key.isprintable() and key for key in keys):
         raise ConfigError("the API key has to be printable ASCII and not empty: HTTP headers carry nothing else")
-    return msgspec.structs.replace(config, keys=config.keys.expanduser())
+    if len(set(keys)) < len(keys):
+        raise ConfigError("two tenants have the same API key: give each its own")
+    if any(not 1 <= len(tenant) <= MAX_TENANT for tenant in config.api_keys):
+        raise ConfigError(f"a tenant's name has to have 1 to {MAX_TENANT} characters")
+    return config
 
 
 def _check_address(name: str, address: str) -> None:
@@ -407,15 +483,24 @@ def _check_address(name: str, address: str) -> None:
         raise ConfigError(f"{name}: {error}") from error
 
 
-def _read_key(path: Path) -> str:
+def _read_keys(path: Path) -> tuple[str | None, dict[str, str]]:
+    """(the key without a name, the keys of tenants)"""
     try:
         with path.open("rb") as file:
-            line = file.readline(MAX_API_KEY_BYTES).decode("utf-8").strip()
+            lines = file.read(MAX_API_KEY_BYTES).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the API key in {path}: {_why(error)}") from error
-    if not line:
-        raise ConfigError(f"the first line of {path} is empty: write the API key there")
-    return line
+    plain: str | None = None
+    tenants: dict[str, str] = {}
+    for line in filter(None, map(str.strip, lines)):
+        tenant, _, key = line.partition(" ")
+        if key:
+            tenants[tenant] = key.strip()
+        else:
+            plain = plain or line
+    if plain is None and not tenants:
+        raise ConfigError(f"{path} is empty: write the API key there")
+    return plain, tenants
 
 
 def _why(error: Exception) -> str:

@@ -26,6 +26,9 @@ CHATML = (
 
 STARTED = Started(placement="local", prefiller=None, fallback_reason=None, prompt_tokens=5)
 FINISHED = Finished(reason="stop", prompt_tokens=5, completion_tokens=2, timings={"prompt_n": 5})
+USAGE = {
+    "prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 0},
+}  # fmt: skip
 HELLO = (STARTED, Delta("Hel", 1), Delta("lo", 1), FINISHED)
 COMPLETION = {"prompt": "Say hello", "max_tokens": 8}
 CHAT = {"messages": [{"role": "user", "content": "Say hello"}]}

@@ -15,6 +15,7 @@ from tests.daemon.front_door import (
     FINISHED,
     HELLO,
     STARTED,
+    USAGE,
     ScriptedService,
     failure,
     open_door,
@@ -66,7 +67,7 @@ def test_usage_comes_once_in_a_last_chunk_without_choices_when_asked_for(path: s
             reply = await door.post(body | {"stream_options": {"include_usage": True}}, path)
         *chunks, last, done = reply.events
         assert done == "[DONE]" and last["choices"] == []
-        assert last["usage"] == {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+        assert last["usage"] == USAGE
         assert all(c["usage"] is None for c in chunks)
 
     run(check())

@@ -47,6 +47,9 @@ FACTS = EngineFacts(
     schema=SCHEMA,
     model_name="double",
     n_ctx=512,
+    sequences=1,
+    kv_tokens=512,
+    exporting_lanes=1,
     n_vocab=128,
     chunk_tokens=32,
     page_tokens=PAGE_TOKENS,
@@ -195,7 +198,7 @@ class WorkerDouble:
 
     def prefilled(self, task: p.Prefill, pages: int, **changes: Any) -> None:
         marks = {"started": 1.0, "prefilled": 2.0, "exported": 3.0}
-        done = {"target_position": len(HISTORY) - 1, "mtp_position": None, "marks": marks, "exports": ()}
+        done = {"target_position": len(HISTORY) - 1, "mtp_position": None, "marks": marks, "exports": (), "solo": True}
         self.say(p.Prefilled(job=task.job, pages=pages, **(done | changes)))
 
     def export_all(self, task: p.Prefill, pages: list[Page]) -> None:
@@ -218,7 +221,7 @@ class WorkerDouble:
         return pages
 
     def imported(self, task: p.Generate) -> None:
-        self.say(p.Imported(task.job, {"imported": 5.0, "evaluated": 6.0}, ()))
+        self.say(p.Imported(task.job, {"imported": 5.0, "evaluated": 6.0}, (), solo=True))
 
     def verified(self, task: p.Generate, ok: bool = True) -> None:
-        self.say(p.Verified(task.job, ok, ok, 0.0 if ok else 1.0, "bit-equal" if ok else "relative rms error 1"))
+        self.say(p.Verified(task.job, exact=ok, error=0.0 if ok else 1.0))

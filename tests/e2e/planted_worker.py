@@ -39,7 +39,7 @@ from zerocopy.handoff.components import (
     ComponentSpec,
     PageHeader,
 )
-from zerocopy.runtime.base import Runtime
+from zerocopy.runtime.base import Row, Runtime
 from zerocopy.runtime.llama.blob import Geometry
 from zerocopy.worker.main import WorkerOptions, main, open_runtime
 from zerocopy.worker.prefill_job import PrefillJob, Range
@@ -65,9 +65,11 @@ class PlantedJob(PrefillJob):
     def _hits(self, component: Component) -> bool:
         return self._fault is not None and component.label == self.planned["component"]
 
-    def _chunk(self) -> bool:
-        time.sleep(self.planned.get("pace_s", 0))
-        return super()._chunk()
+    def wanted(self) -> Row | None:
+        row = super().wanted()
+        if row is not None:
+            time.sleep(self.planned.get("pace_s", 0))
+        return row
 
     def _record(self, spec: ComponentSpec, tokens: Range, write: Callable[[memoryview], None]) -> bool:
         if self._hits(spec.component):
@@ -158,7 +160,7 @@ class PlantedJob(PrefillJob):
                     payload[start:end] = self.kept[address][1][start:end]
 
     def _lane_geometry(self, component: Component) -> Geometry | None:
-        geometries: dict[Component, Geometry] = self._lane._m.geometries  # type: ignore[attr-defined]
+        geometries: dict[Component, Geometry] = self.lane._m.geometries  # type: ignore[attr-defined]
         return geometries.get(component)
 
 

@@ -143,7 +143,7 @@ def test_the_prefill_hosts_front_door_streams_too(pair: Pair) -> None:
 
 def test_both_hosts_say_that_they_serve(pair: Pair) -> None:
     for host in (pair.prefiller, pair.decoder):
-        assert host.call("GET", "/health").status == 200
+        assert host.call("GET", "/ready").status == 200
         assert host.call("GET", "/v1/models").body["data"][0]["id"] == "tiny-nemotron_h_moe+mtp"
 
 

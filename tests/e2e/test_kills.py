@@ -147,7 +147,7 @@ def test_the_decode_worker_is_killed(slow: Pair, fallback: str) -> None:
         assert (got.status, error_of(got)[0]) == (503, "worker-lost")
     assert_nothing_held(slow.prefiller, slow.decoder)
     slow.wait_ready()
-    assert slow.decoder.call("GET", "/health").status == 200
+    assert slow.decoder.call("GET", "/ready").status == 200
     assert_still_exact(slow)
 
 
@@ -171,7 +171,7 @@ def _generating(pair: Pair) -> bool:
 
 def test_a_daemon_says_that_it_cannot_serve_while_its_worker_is_down(slow: Pair) -> None:
     os.kill(_worker_pid(slow.decoder), signal.SIGKILL)
-    wait_until(lambda: slow.decoder.call("GET", "/health").status == 503, "health to go false", SOON_S)
+    wait_until(lambda: slow.decoder.call("GET", "/ready").status == 503, "readiness to go false", SOON_S)
     refused = ask(slow.decoder, prompt_of(9), "local")
     assert (refused.status, error_of(refused)[0]) == (503, "worker-lost")
     assert "retry-after" in refused.headers

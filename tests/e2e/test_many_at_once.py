@@ -1,4 +1,5 @@
-"""Several requests at once are each answered as if they were alone, and everything is given back (G3, G6)."""
+"""Several requests at once on hosts with one lane are each answered as if they were alone, and everything is given back
+(G3, G6). With several lanes others share the engine's calls: that is `test_serving`."""
 
 from __future__ import annotations
 
@@ -29,17 +30,27 @@ AT_ONCE: Final = 8
 ROUNDS: Final = 3
 
 
+ONE: Final = ("--sequences", "1")
+
+
+@pytest.fixture(scope="module")
+def pair(start_pair: StartPair) -> Iterator[Pair]:
+    with start_pair(prefill_flags=ONE, decode_flags=ONE) as pair:
+        yield pair
+
+
 @pytest.fixture(scope="module")
 def both_roles(start_pair: StartPair) -> Iterator[Pair]:
     """Two hosts that prefill for each other."""
-    with start_pair(prefill_role="prefill+decode", decode_role="prefill+decode") as pair:
+    roles = {"prefill_role": "prefill+decode", "decode_role": "prefill+decode"}
+    with start_pair(**roles, prefill_flags=ONE, decode_flags=ONE) as pair:
         yield pair
 
 
 @pytest.fixture(scope="module")
 def narrow(start_pair: StartPair, model_file: ModelFile) -> Iterator[Pair]:
     """One ring on each side, far smaller than one long prompt's state."""
-    one = ["--rings", "1"]
+    one = ["--rings", "1", *ONE]
     wide = model_file("llama", scale=4)
     with start_pair(model=wide, prefill_flags=one, decode_flags=one) as pair:
         yield pair

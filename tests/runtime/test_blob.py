@@ -16,6 +16,7 @@ from zerocopy.handoff.components import Component
 from zerocopy.runtime import models
 from zerocopy.runtime.base import EngineError
 from zerocopy.runtime.llama import blob
+from zerocopy.runtime.llama.context import FIRST_LIVE_SEQUENCE
 from zerocopy.runtime.llama.engine import LlamaOptions, LlamaRuntime
 from zerocopy.runtime.llama.lane import LlamaLane
 
@@ -49,7 +50,7 @@ def specimens(request: pytest.FixtureRequest, model_file: ModelFile) -> dict[str
         prefill(source, runtime.facts, prompt(runtime.facts, N))
         state = export_state(source, runtime.facts, N)
         if state.snapshot is not None:
-            blob.write_snapshot_prefix(state.snapshot, source._m.geometries[Component.RECURRENT], N)
+            blob.write_snapshot_prefix(state.snapshot, source._m.geometries[Component.RECURRENT], source.sequence, N)
         first = {c: p for c, t, p in state.pages if t == (0, 32)}
         page = {c: p for c, t, p in state.pages if t == TOKENS}
         made[family] = Specimen(runtime, runtime.open_lane(), first, page, state.snapshot)
@@ -205,7 +206,7 @@ def test_every_snapshot_header_byte_is_accounted_for(family: str, specimens: dic
         saved = bytes(snapshot[offset : offset + 4])
         snapshot[offset : offset + 4] = struct.pack("<I", struct.unpack("<I", saved)[0] ^ 1)
         try:
-            blob.check_snapshot(snapshot, geometry, N)
+            blob.check_snapshot(snapshot, geometry, FIRST_LIVE_SEQUENCE, N)
         except EngineError as error:
             assert error.reason == "blob"
             noticed += 4
@@ -213,9 +214,9 @@ def test_every_snapshot_header_byte_is_accounted_for(family: str, specimens: dic
     assert noticed == len(snapshot) - rows
     for cut in (0, 3, 27, 28, 40, len(snapshot) - 1):
         with pytest.raises(EngineError):
-            blob.check_snapshot(snapshot[:cut], geometry, N)
+            blob.check_snapshot(snapshot[:cut], geometry, FIRST_LIVE_SEQUENCE, N)
     with pytest.raises(EngineError):
-        blob.check_snapshot(snapshot, geometry, N + 1)
+        blob.check_snapshot(snapshot, geometry, FIRST_LIVE_SEQUENCE, N + 1)
 
 
 def test_the_importer_writes_the_prefix_itself(specimens: dict[str, Specimen]) -> None:
@@ -264,19 +265,20 @@ def test_a_mutated_snapshot_is_refused_or_means_what_it_says(
 def test_discovery_refuses_bytes_that_do_not_add_up(specimens: dict[str, Specimen]) -> None:
     lane = specimens["nemotron_h_moe+mtp"].runtime.open_lane()
     lane.prefill([1, 2, 3], 0)
-    full = lane._target.full_state()
+    full = lane._target.full_state(lane.sequence)
     right = {"kv_caches": 1, "recurrent": True, "m_rope": False}
-    assert blob.discover(memoryview(full), **right) == lane._m.geometries[Component.ATTENTION_KV]  # type: ignore[arg-type]
+    found = blob.discover(memoryview(full), lane.sequence, **right)  # type: ignore[arg-type]
+    assert found == lane._m.geometries[Component.ATTENTION_KV]
     for wrong in ({"kv_caches": 2}, {"kv_caches": 0}, {"recurrent": False}, {"m_rope": True}):
         with pytest.raises(EngineError) as error:
-            blob.discover(memoryview(full), **(right | wrong))  # type: ignore[arg-type]
+            blob.discover(memoryview(full), lane.sequence, **(right | wrong))  # type: ignore[arg-type]
         assert error.value.reason == "blob"
     recurrent = lane._m.geometries[Component.RECURRENT].recurrent
     assert recurrent is not None
     one_row_less = len(full) - 12 - recurrent.state[-1].bytes
     for cut in (0, 7, 20, len(full) - 1, one_row_less):
         with pytest.raises(EngineError):
-            blob.discover(memoryview(full)[:cut], **right)  # type: ignore[arg-type]
+            blob.discover(memoryview(full)[:cut], lane.sequence, **right)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("family", "component"), CASES)

@@ -161,7 +161,7 @@ def test_evaluation_at_the_wrong_position_is_refused(runtime: LlamaRuntime, sour
 def test_the_engines_own_position_is_a_gate_too(which: str, runtime: LlamaRuntime, source: LlamaLane) -> None:
     """Should our books ever say more than the engine holds."""
     context = source._target if which == "target" else source._mtp.context  # type: ignore[union-attr]
-    context.drop(0)
+    context.drop(source.sequence)
     with pytest.raises(EngineError) as error:
         source.evaluate(0, N)
     assert reason(error) == "position"
@@ -322,7 +322,7 @@ def test_clear_leaves_nothing_behind(family: str, open_runtime: OpenRuntime) -> 
     assert lane.mtp_logits() is None
     assert not any(lane._target._batch.token[0 : runtime.facts.chunk_tokens])
     if lane._mtp:
-        assert not lane._mtp._rows.any()
+        assert not lane._mtp._rows.any() and not lane._mtp._pending.any()
     with pytest.raises(EngineError):
         lane.evaluate(1, N + 1)
 
@@ -400,7 +400,7 @@ def test_a_lane_whose_import_failed_refuses_until_cleared(
 ) -> None:
     state = export_state(source, runtime.facts, N)
 
-    def fail(_: memoryview) -> None:
+    def fail(*_: object) -> None:
         raise EngineError("engine-import", "the engine took 0 bytes")
 
     with monkeypatch.context() as patch:

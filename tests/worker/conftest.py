@@ -10,7 +10,7 @@ from tests.worker.stage import Stage
 from zerocopy.runtime import models
 from zerocopy.runtime.llama.engine import LlamaOptions, LlamaRuntime
 
-TINY = LlamaOptions(n_ctx=512, chunk_tokens=32, page_tokens=16, threads=1)
+TINY = LlamaOptions(n_ctx=512, chunk_tokens=32, page_tokens=16, threads=1, sequences=4)
 
 OpenStage = Callable[..., Stage]
 

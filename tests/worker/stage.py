@@ -117,7 +117,7 @@ class Stage:
         job = self.prefill(tokens, **changes)
         pages: list[Page] = []
         while not job.finished:
-            job.step()
+            step(job)
             pages += self.read_ring()
         if self.slabs:
             pages += self.read_slab()
@@ -128,12 +128,10 @@ class Stage:
     def generate(self, tokens: list[int], *, imported: bool, **changes: Any) -> DecodeJob:
         """A job that imports (`imported`) or evaluates its prompt itself."""
         slab = self.slabs.get("landing") if imported else None
-        message = p.Generate(
-            2, tokens, max_tokens=8, sampling=Sampling(), stop=(), proof_key=KEY, probe=imported, same_class=True
-        )
+        message = p.Generate(2, tokens, max_tokens=8, sampling=Sampling(), stop=(), proof_key=KEY, probe=imported)
         message = msgspec.structs.replace(message, **changes)
         ring = self.landing if imported else None
-        return DecodeJob(message, self.runtime, self.sink, ring, slab, self.outbox)
+        return DecodeJob(message, self.runtime, self.sink.pool, ring, slab, self.outbox)
 
     def land(self, page: Page) -> None:
         """What the daemon does with a verified page."""
@@ -148,7 +146,21 @@ class Stage:
         slot.commit()
 
 
+def step(job: PrefillJob | DecodeJob) -> bool:
+    """The loop's part with one job alone: one piece of work, else its row; False when it waits or is finished."""
+    if job.finished:
+        return False
+    if job.work():
+        return True
+    row = job.wanted()
+    if row is None:
+        return False
+    (output,) = row.lane.pool.evaluate([row])  # type: ignore[attr-defined]
+    job.evaluated(len(row.tokens), output, 0.0)
+    return not job.finished
+
+
 def run(job: PrefillJob | DecodeJob, until: Callable[[], bool] = lambda: False) -> None:
     """Step until the job waits or is finished."""
-    while not until() and job.step():
+    while not until() and step(job):
         pass

@@ -15,8 +15,9 @@ from native.ring import Ring
 from native.slab import Slab
 from tests.worker.stage import EPOCH, HANDOFF, SEED, Stage, prompt
 from zerocopy.handoff.components import HEADER_BYTES
-from zerocopy.runtime.base import EngineError, Lane
+from zerocopy.runtime.base import EngineError
 from zerocopy.runtime.llama.engine import LlamaRuntime
+from zerocopy.runtime.llama.pool import LlamaPool
 from zerocopy.worker import protocol as p
 from zerocopy.worker.loop import Worker
 from zerocopy.worker.sampling import Sampling
@@ -33,7 +34,7 @@ class Daemon:
 
     def __init__(self, runtime: LlamaRuntime, roles: frozenset[str], rings: int, ring_bytes: int) -> None:
         self.runtime = runtime
-        self.lanes: list[Lane] = []
+        self.pools: list[LlamaPool] = []
         self.sock, theirs = socket.socketpair()
         self.sock.settimeout(TIMEOUT_S)
         self._theirs = theirs
@@ -61,9 +62,9 @@ class Daemon:
             is_end = staticmethod(runtime.is_end)
 
             @staticmethod
-            def open_lane() -> Lane:
-                self.lanes.append(runtime.open_lane())
-                return self.lanes[-1]
+            def open_pool() -> LlamaPool:
+                self.pools.append(runtime.open_pool())
+                return self.pools[-1]
 
         return Recording()  # type: ignore[return-value]
 
@@ -96,8 +97,8 @@ class Daemon:
         self._thread.join(TIMEOUT_S)
         assert not self._thread.is_alive()
         self._theirs.close()
-        for lane in self.lanes:
-            lane.close()
+        for pool in self.pools:
+            pool.close()
         worker = self.worker  # its process would end here
         for ring in (*self.export, *self.landing, *worker._export_rings, *worker._landing_rings):
             ring.close()
@@ -125,9 +126,9 @@ class Daemon:
             if isinstance(message, kind) and getattr(message, "job", None) == job:
                 return message
 
-    def prefill(self, job: int, tokens: list[int], ring: int = 0) -> None:
+    def prefill(self, job: int, tokens: list[int], ring: int = 0, lane: int = 0) -> None:
         slab = 0 if self.export_slabs else None
-        self.send(p.Prefill(job, tokens, HANDOFF, EPOCH, SEED, ring, slab, probe=True))
+        self.send(p.Prefill(job, tokens, HANDOFF, EPOCH, SEED, ring, slab, probe=True, lane=lane))
 
     def generate(self, job: int, tokens: list[int], **changes: Any) -> None:
         message = p.Generate(job, tokens, max_tokens=4, sampling=Sampling(), stop=(), proof_key=None)
@@ -165,7 +166,7 @@ def daemon(runtime_of: Callable[[str], LlamaRuntime]) -> Iterator[Open]:
 
 
 def test_one_worker_prefills_and_another_prompt_is_continued_at_once(daemon: Open) -> None:
-    """Q1: the two lanes take turns on the one engine thread."""
+    """Q1: the two pools take turns on the one engine thread."""
     host = daemon(EVERYTHING)
     host.prefill(1, prompt(200))
     host.generate(2, prompt(100), max_tokens=30)
@@ -174,30 +175,83 @@ def test_one_worker_prefills_and_another_prompt_is_continued_at_once(daemon: Ope
         host.hear(p.Prefilled, 1)
     turns = [job for _, job in host.order(p.ChunkDone, p.TextDelta)]
     first, last = turns.index(2), max(n for n, job in enumerate(turns) if job == 1)
-    assert first < last, "the decode lane waited for the whole prefill"
+    assert first < last, "the decode pool waited for the whole prefill"
 
 
-def test_jobs_of_one_lane_run_one_after_another_in_order(daemon: Open) -> None:
+def test_requests_on_several_lanes_take_their_tokens_in_turn(daemon: Open) -> None:
+    """Q1: continuous batching: one that comes while another generates does not wait for its end."""
     host = daemon()
-    for job in (1, 2, 3):
-        host.generate(job, prompt(40))
-    for job in (1, 2, 3):
+    host.generate(1, prompt(40), max_tokens=200)
+    host.hear(p.TextDelta, 1)
+    host.generate(2, prompt(60), max_tokens=5, lane=1)
+    host.generate(3, prompt(30), max_tokens=5, lane=2)
+    for job in (2, 3, 1):
         host.hear(p.Generated, job)
-        host.release(job)
-    assert host.order(p.Generated, p.Dropped) == [(kind, job) for job in (1, 2, 3) for kind in ("Generated", "Dropped")]
+    order = [job for _, job in host.order(p.TextDelta)]
+    assert order[-1] == 1
+    last = max(n for n, job in enumerate(order) if job == 2)
+    assert order[order.index(2) : last].count(1) >= 3, "the two did not go on together"
 
 
-def test_a_finished_job_keeps_its_lane_until_it_is_released(daemon: Open) -> None:
-    """H4: the source's state stays until commit or abort."""
+def test_generations_in_one_batch_give_the_tokens_they_give_alone(daemon: Open) -> None:
+    host = daemon(EVERYTHING)
+    texts: dict[tuple[int, bool], str] = {}
+
+    def text(job: int) -> str:
+        return "".join(m.text for m in host.heard if isinstance(m, p.TextDelta) and m.job == job)
+
+    for n in (1, 2, 3):
+        host.generate(n, prompt(30 * n), max_tokens=6)
+        host.hear(p.Generated, n)
+        texts[n, True] = text(n)
+        host.release(n)
+    for n in (1, 2, 3):
+        host.generate(10 + n, prompt(30 * n), max_tokens=6, lane=n - 1)
+    for n in (1, 2, 3):
+        if not any(isinstance(m, p.Generated) and m.job == 10 + n for m in host.heard):
+            host.hear(p.Generated, 10 + n)
+        texts[n, False] = text(10 + n)
+    assert all(texts[n, True] == texts[n, False] for n in (1, 2, 3))
+
+
+def test_a_lane_keeps_its_job_until_it_is_released(daemon: Open) -> None:
+    """H4: the source's state stays until commit or abort, and nobody else gets on the lane."""
     host = daemon()
     host.prefill(1, prompt(40))
     host.hear(p.Prefilled, 1)
     host.prefill(2, prompt(40), ring=1)
-    host.send(p.Tokenize(9, "a", add_special=False, parse_special=False))  # the worker has seen both by now
-    host.hear(p.Tokenized, 9)
-    assert not host.order(p.ChunkDone)[2:]
+    assert host.hear(p.Failed, 2).reason == "lane-taken"
+    host.prefill(3, prompt(40), ring=1, lane=1)
+    host.hear(p.Prefilled, 3)
     host.release(1)
-    host.hear(p.Prefilled, 2)
+    host.export[0].recycle()
+    host.prefill(4, prompt(40))
+    host.hear(p.Prefilled, 4)
+
+
+def test_a_job_says_whether_it_was_alone(daemon: Open) -> None:
+    """Only then must its bits be those of another host."""
+    host = daemon()
+    host.prefill(1, prompt(40))
+    assert host.hear(p.Prefilled, 1).solo
+    host.prefill(2, prompt(40), ring=1, lane=1)
+    assert not host.hear(p.Prefilled, 2).solo
+    for job in (1, 2):
+        host.release(job)
+        host.export[job - 1].recycle()
+    host.prefill(3, prompt(300))
+    host.hear(p.ChunkDone, 3)
+    host.prefill(4, prompt(40), ring=1, lane=1)
+    host.drain(host.export[0])
+    assert not host.hear(p.Prefilled, 3).solo, "another came while it was being evaluated"
+
+
+def test_an_import_that_is_stuck_holds_up_nobody(daemon: Open) -> None:
+    """H5: a stopped source of one handoff."""
+    host = daemon()
+    host.generate(1, prompt(40), ring=0, lane=0)
+    host.generate(2, prompt(40), lane=1)
+    host.hear(p.Generated, 2)
 
 
 def test_a_full_export_ring_is_exported_further_as_it_empties(daemon: Open) -> None:
@@ -226,7 +280,7 @@ def test_a_landing_page_wakes_a_waiting_import(daemon: Open) -> None:
     host = daemon(EVERYTHING)
     host.prefill(1, prompt(60))
     done = host.hear(p.Prefilled, 1)
-    host.generate(2, prompt(60), ring=0, slab=0, probe=True, same_class=True)
+    host.generate(2, prompt(60), ring=0, slab=0, probe=True)
     moved = 0
     while (record := host.export[0].read()) is not None:
         slot = host.landing[0].claim(len(record.view))
@@ -267,19 +321,6 @@ def test_a_state_that_is_complete_before_its_job_begins_is_imported_all_the_same
 
 
 # -- release
-
-
-def test_a_queued_job_can_be_released_and_never_runs(daemon: Open) -> None:
-    """H7."""
-    host = daemon()
-    host.prefill(1, prompt(40))
-    host.hear(p.Prefilled, 1)
-    host.prefill(2, prompt(40), ring=1)
-    host.release(2)
-    host.release(1)
-    host.prefill(3, prompt(40), ring=1)
-    host.hear(p.Prefilled, 3)
-    assert 2 not in {job for _, job in host.order(p.ChunkDone)}
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 3])
@@ -353,6 +394,11 @@ def test_what_is_meant_for_a_job_that_is_over_is_dropped(daemon: Open) -> None:
 
 def test_a_job_that_fails_ends_alone_and_its_lane_serves_the_next(daemon: Open) -> None:
     host = daemon()
+    host.generate(7, prompt(40), max_tokens=400)
+    host.hear(p.TextDelta, 7)
+    host.generate(8, [1, 2, 99_999, 4], lane=1)
+    assert host.hear(p.Failed, 8).reason == "token-range"
+    assert host.hear(p.Generated, 7).completion_tokens == 400
     host.prefill(1, [1, 2, 99_999, 4])
     failed = host.hear(p.Failed, 1)
     assert failed.reason == "token-range"
@@ -364,7 +410,7 @@ def test_a_job_that_fails_ends_alone_and_its_lane_serves_the_next(daemon: Open) 
 def test_a_failure_wipes_the_lane_before_anybody_hears_of_it(daemon: Open) -> None:
     """X6: not only when the daemon gets around to Release."""
     host = daemon()
-    lane = host.lanes[1]  # lanes are opened in the order of their roles' names: decode, prefill
+    lane = host.pools[1].lane(0)  # pools are opened in the order of their roles' names: decode, prefill
 
     def refuse(*args: object) -> None:
         raise EngineError("export", "no page today")
@@ -417,8 +463,8 @@ def test_a_daemon_that_is_gone_ends_a_worker_that_waits(daemon: Open) -> None:
     assert host.ended == ["daemon gone"]
 
 
-def test_a_role_that_was_not_asked_for_opens_no_lane(daemon: Open) -> None:
+def test_a_role_that_was_not_asked_for_opens_no_pool(daemon: Open) -> None:
     host = daemon(roles=frozenset({"decode"}))
-    assert len(host.lanes) == 1
+    assert len(host.pools) == 1
     host.generate(1, prompt(40))
     host.hear(p.Generated, 1)

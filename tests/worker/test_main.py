@@ -24,7 +24,7 @@ class Closable:
 
     def __init__(self, runtime: LlamaRuntime) -> None:
         self.facts = runtime.facts
-        self.open_lane = runtime.open_lane
+        self.open_pool = runtime.open_pool
         self.closed = 0
 
     def close(self) -> None:

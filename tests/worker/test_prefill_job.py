@@ -5,7 +5,7 @@ import pytest
 
 from native.memory import NativeError
 from tests.worker.conftest import OpenStage
-from tests.worker.stage import EPOCH, HANDOFF, SEED, Page, prompt, run
+from tests.worker.stage import EPOCH, HANDOFF, SEED, Page, prompt, run, step
 from zerocopy.handoff.components import Component, PageHeader
 from zerocopy.runtime.base import EngineError
 from zerocopy.worker import prefill_job
@@ -134,7 +134,7 @@ def test_a_page_exported_late_is_the_page_that_would_have_been_exported_in_time(
     late: list[Page] = []
     while not job.finished:
         late += narrow.read_ring()
-        job.step()
+        step(job)
     late += [*narrow.read_ring(), *narrow.read_slab()]
     late.sort(key=lambda page: page.header.sequence)
     assert [(a.header, a.payload) for a in late] == [(b.header, b.payload) for b in in_time]
@@ -159,7 +159,7 @@ def test_a_ring_that_is_full_at_the_end_holds_up_only_the_export(stage: OpenStag
     play = stage(EVERYTHING, ring_bytes=24 << 10)
     job, components = play.prefill(prompt(100)), []
     while not job.finished:
-        while job.step():
+        while step(job):
             pass
         if (record := play.export.read()) is not None:
             components.append(PageHeader.unpack(record.view[:128]).component)
@@ -215,9 +215,9 @@ def test_a_job_can_be_closed_after_any_step_and_leaves_the_memory_free(stage: Op
     play = stage(EVERYTHING, ring_bytes=24 << 10)
     job = play.prefill(prompt(120))
     for _ in range(steps):
-        job.step()
+        step(job)
     job.close()
-    assert job.step() is False
+    assert step(job) is False
     play.export.recycle()
     assert play.slabs["export"].release() >= 0
 
@@ -225,7 +225,7 @@ def test_a_job_can_be_closed_after_any_step_and_leaves_the_memory_free(stage: Op
 def test_a_page_that_cannot_be_exported_ends_the_job_and_gives_the_slot_back(stage: OpenStage) -> None:
     play = stage("llama")
     job = play.prefill(prompt(60))
-    job.step()
+    step(job)
 
     def refuse(component: Component, tokens: tuple[int, int], into: memoryview) -> None:
         held = np.frombuffer(into, np.uint8)  # an engine binding may still look at the page when it fails
@@ -233,7 +233,7 @@ def test_a_page_that_cannot_be_exported_ends_the_job_and_gives_the_slot_back(sta
 
     play.source.export_page = refuse  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="no page today"):
-        job.step()
+        step(job)
     play.export.recycle()
 
 
@@ -250,7 +250,7 @@ def test_a_state_that_ends_at_the_wrong_position_is_never_called_exported(
 ) -> None:
     play = stage("llama")
     job = play.prefill(prompt(20))
-    job.step()
+    step(job)
     found = play.source.positions()
     monkeypatch.setattr(play.source, "positions", lambda: type(found)(found.target - 1, found.mtp))
     with pytest.raises(EngineError) as refused:
@@ -274,7 +274,7 @@ def test_a_snapshots_parts_may_leave_one_by_one(stage: OpenStage, monkeypatch: p
     job = play.prefill(prompt(40))
     told = []
     while not job.finished:
-        job.step()
+        step(job)
         list(play.read_ring())
         told.append(len(play.outbox.parts))
     assert 0 < told.index(1) < told.index(2) and max(told) > 2

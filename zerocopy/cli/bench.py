@@ -14,11 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from zerocopy.cli.screen import CliError, ExitCode, bytes_text, pairs, show, show_json, table
+from zerocopy.cli.workload import Arrival, Profile, TraceError, read_trace
 
 app = typer.Typer(
     name="bench",
     no_args_is_help=True,
-    help="Measure this machine and its links: pages on the wire, the ring, the path.",
+    help="Measure this machine and its links, and servers under load.",
 )
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
@@ -87,6 +88,58 @@ def link(
     if plot is not None:
         _write(plot, b.draw(report))
     show_json(report) if json else show(_link_table(report))
+
+
+@app.command("serve")
+def serve(
+    url: Annotated[str, typer.Option(help="An OpenAI endpoint, ours or another.")] = "http://127.0.0.1:8080",
+    rate: Annotated[float, typer.Option(help="Requests a second, Poisson.", min=0.001)] = 1.0,
+    seconds: Annotated[float, typer.Option(help="Of arrivals; answers may take longer.", min=0.1)] = 30.0,
+    requests: Annotated[int, typer.Option(help="At most.", min=1)] = 10_000,
+    profile: Annotated[Profile, typer.Option(help="Lengths of prompts and answers.")] = "fixed",
+    trace: Annotated[
+        Path | None, typer.Option(help="Arrivals and lengths of an Azure (.csv) or Mooncake (.jsonl) trace instead.")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="With --profile fixed.", min=1)] = 512,
+    output_tokens: Annotated[int, typer.Option(help="With --profile fixed.", min=1)] = 64,
+    shared: Annotated[float, typer.Option(help="Part of prompts whose first half is the same.", min=0, max=1)] = 0.0,
+    longest: Annotated[int, typer.Option(help="Context of the server: lengths are cut to fit.", min=2)] = 4096,
+    words: Annotated[int, typer.Option(help="Prompts are token ids below this.", min=1)] = 100,
+    placement: Annotated[str | None, typer.Option(help="Sent as x-zc-placement: local or disaggregated.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Of the server.", envvar="ZC_API_KEY", show_envvar=False)] = None,
+    slo_ttft: Annotated[float, typer.Option(help="Seconds to the first token that goodput allows.", min=0)] = 2.0,
+    slo_tpot: Annotated[float, typer.Option(help="Seconds per further token that goodput allows.", min=0)] = 0.1,
+    seed: Annotated[int, typer.Option(help="Same seed, same load.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Also draw it, as SVG.", metavar="FILE")] = None,
+    json: Json = False,
+) -> None:
+    """Put open-loop load on an OpenAI endpoint: requests come when they come, answered or not."""
+    import asyncio
+
+    from zerocopy.cli import bench_serve as b
+    from zerocopy.cli import workload as w
+
+    arrivals = iter(_trace(trace)) if trace else w.generated(
+        profile, rate, seed, prompt_tokens=prompt_tokens, output_tokens=output_tokens, shared=shared
+    )  # fmt: skip
+    load = w.limited(arrivals, seconds=seconds, requests=requests, longest=longest)
+    if not load:
+        raise CliError(f"nobody arrives within {seconds:g} s: raise --seconds or --rate", ExitCode.USAGE)
+    target = b.Target(url.rstrip("/"), api_key, {"x-zc-placement": placement} if placement else {}, words)
+    slo = b.Slo(slo_ttft, slo_tpot)
+    with _progress(len(load)) as step:
+        seen = asyncio.run(b.open_loop(target, load, step))
+    if plot is not None:
+        _write(plot, b.draw(seen, slo))
+    result = b.report(seen, slo)
+    show_json(result) if json else show(pairs(b.table_rows(result)))
+
+
+def _trace(path: Path) -> list[Arrival]:
+    try:
+        return read_trace(path)
+    except TraceError as error:
+        raise CliError(str(error), ExitCode.USAGE) from None
 
 
 @app.command("path")

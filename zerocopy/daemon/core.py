@@ -16,6 +16,7 @@ import msgspec
 
 from transport.link import Landing, Link, PageSink
 from zerocopy.config import DaemonConfig
+from zerocopy.daemon.admission import Admission
 from zerocopy.daemon.forward import Forwarding
 from zerocopy.daemon.generation import Generation
 from zerocopy.daemon.memory import SharedMemory
@@ -60,12 +61,13 @@ class Core:
             landing="decode" in self.roles,
             rings=config.rings,
             ring_bytes=config.ring_mib << 20,
+            share=lambda leases: self.peers.share(leases),
         )
         self.worker = WorkerProcess(
             worker_options(config), self._attach, self._engine_changed, self.memory.recover, worker_command
         )
         self.peers = Peers(config.peers, self._hello, self)
-        self.outgoing = OutgoingService(self.worker, self.memory, self._keep)
+        self.outgoing = OutgoingService(self.worker, self.memory, self._keep, self.peers.share)
         self.generation = Generation(config, telemetry, self.worker, self.memory, self.peers, self._keep)
         self.forwarding = Forwarding(self.generate)
 
@@ -144,11 +146,16 @@ class Core:
                 "state": self.worker.reason or "ready",
             },
             "reserved_bytes": self.memory.reserved_bytes(),
+            "slots": {role: msgspec.to_builtins(line.use()) for role, line in self._lines().items()},
             "handoffs_out": self.outgoing.running,
             "handoffs_in": len(self.generation.incoming),
             "peers": [self.peers.describe(peer) for peer in self.peers.all()],
             "recent_handoffs": [msgspec.to_builtins(trace) for trace in self._traces],
         }
+
+    def _lines(self) -> dict[str, Admission]:
+        lines = {"decode": self.generation.lanes, "prefill": self.outgoing.lanes}
+        return {role: line for role, line in lines.items() if role in self.roles}
 
     # -- LinkListener --------------------------------------------------------------------------------------
 
@@ -251,6 +258,8 @@ def worker_options(config: DaemonConfig) -> WorkerOptions:
         roles=tuple(config.role.split("+")),
         llama=LlamaOptions(
             n_ctx=config.n_ctx,
+            sequences=config.sequences,
+            kv_tokens=config.kv_tokens,
             chunk_tokens=config.chunk_tokens,
             page_tokens=config.page_tokens,
             kv_type_k=config.kv_type,

@@ -1,8 +1,8 @@
 """One request from prompt to last token on a host that decodes: tokenize, place, hand off or prefill here, generate.
 
-Requests take turns on the decode lane; waiting for the turn is queueing and bounded by `queue_s`. A handoff that fails
-falls back to local prefill where that is allowed, and the response says so; nothing is generated from a state that was
-not committed (H3). Owns the turn and the table of incoming handoffs.
+A request waits for a lane of the decode pool and for all the cells it can need; that is queueing, bounded by count and
+by `queue_s`. A handoff that fails falls back to local prefill where that is allowed, and the response says so; nothing
+is generated from a state that was not committed (H3). Owns the line of those who wait and the incoming handoffs.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from planner.placement import Decision, choose
 from transport.link import Link
 from zerocopy.config import DaemonConfig
+from zerocopy.daemon.admission import Admission, Refused, Ticket
 from zerocopy.daemon.ending import to_the_end
 from zerocopy.daemon.incoming import HandoffFailed, Incoming
 from zerocopy.daemon.memory import SharedMemory
@@ -60,7 +61,13 @@ class Generation:
         self.peers = peers
         self.on_trace = on_trace
         self.incoming: dict[bytes, Incoming] = {}
-        self._turn = asyncio.Lock()
+        self.lanes = Admission(
+            waiting=config.queue,
+            wait_s=config.queue_s,
+            tenant_requests=config.tenant_requests,
+            # A prefiller that stands still leaves one lane for requests that do not need it.
+            share=lambda sequences: sequences - 1,
+        )
         self._epochs = itertools.count(1)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
@@ -71,8 +78,8 @@ class Generation:
             facts = self._facts()
             _check_size(request, tokens, facts)
             decision = self._decide(request, tokens, facts)
-            session = _Session(self, request, tokens, decision, arrived)
-            async with self._lane_turn():
+            async with self._lane(request, tokens, decision) as ticket:
+                session = _Session(self, request, tokens, decision, arrived, ticket)
                 try:
                     async with contextlib.aclosing(session.run()) as events:
                         async for event in events:
@@ -127,29 +134,47 @@ class Generation:
         return self.config.allow_fallback if request.allow_fallback is None else request.allow_fallback
 
     @contextlib.asynccontextmanager
-    async def _lane_turn(self) -> AsyncIterator[None]:
+    async def _lane(
+        self, request: GenerationRequest, tokens: list[int], decision: Decision
+    ) -> AsyncGenerator[Ticket, None]:
+        """A lane and all the cells the request can need, for as long as the block runs."""
+        group = decision.prefiller if decision.placement == "disaggregated" else None
+        facts = self._facts()
+        self.lanes.open(facts.sequences, facts.kv_tokens)
         try:
-            async with asyncio.timeout(self.config.queue_s):
-                await self._turn.acquire()
-        except TimeoutError:
-            raise RequestError("queue-deadline", f"no turn within {self.config.queue_s:g} s", 503, 1.0) from None
+            ticket = self.lanes.ask(request.tenant, len(tokens) + request.max_tokens, group)
+        except Refused as error:
+            status = 429 if error.reason == "tenant-limit" else 503
+            raise RequestError(error.reason, str(error), status, error.retry_after_s) from None
         try:
-            yield
+            try:
+                async with asyncio.timeout(self.config.queue_s):
+                    await ticket.granted
+            except TimeoutError:
+                raise RequestError("queue-deadline", f"no turn within {self.config.queue_s:g} s", 503, 1.0) from None
+            yield ticket
         finally:
-            self._turn.release()
+            self.lanes.give_back(ticket)
 
 
 class _Session:
-    """One request while it has the decode lane."""
+    """One request while it has a lane of the decode pool."""
 
     def __init__(
-        self, service: Generation, request: GenerationRequest, tokens: list[int], decision: Decision, arrived: float
+        self,
+        service: Generation,
+        request: GenerationRequest,
+        tokens: list[int],
+        decision: Decision,
+        arrived: float,
+        ticket: Ticket,
     ) -> None:
         self._service = service
         self._request = request
         self._tokens = tokens
         self._decision = decision
         self._arrived = arrived
+        self._ticket = ticket
         self._placement: PlacementMode = decision.placement
         self._prefiller: str | None = None
         self._fallback = decision.fallback_reason
@@ -162,6 +187,7 @@ class _Session:
         if self._placement == "disaggregated" and self._decision.prefiller is not None:
             async with self._in_time():
                 await self._hand_off(self._decision.prefiller)
+            self._service.lanes.leave_group(self._ticket)
         if self._placement == "local":
             self._job = self._service.worker.open_job()
             self._service.worker.send(self._worker_request(self._job))
@@ -170,7 +196,7 @@ class _Session:
                 yield event
 
     @contextlib.asynccontextmanager
-    async def _in_time(self) -> AsyncIterator[None]:
+    async def _in_time(self) -> AsyncGenerator[None, None]:
         try:
             async with asyncio.timeout(self._deadline - time.monotonic()):
                 yield
@@ -204,7 +230,7 @@ class _Session:
         handoff_id = secrets.token_bytes(16)
         machine = SinkHandoff(
             handoff_id, facts.identity, facts.schema, self._tokens,
-            tenant="", probe=config.probe, queue_deadline_s=config.queue_s, now=time.monotonic(),
+            tenant=self._request.tenant, probe=config.probe, queue_deadline_s=config.queue_s, now=time.monotonic(),
         )  # fmt: skip
         handoff = Incoming(link, machine, service.worker, service.memory, self._tokens)
         self._job, self._trace = service.worker.open_job(), handoff.trace
@@ -226,6 +252,8 @@ class _Session:
             stop=request.stop,
             proof_key=bytes.fromhex(request.proof_key) if request.proof_key else None,
             probe=probe,
+            lane=self._ticket.lane,
+            return_tokens=request.return_tokens,
         )
 
     # -- the tokens ----------------------------------------------------------------------------------------
@@ -238,7 +266,7 @@ class _Session:
                 self._count_prompt(self._first_token - self._arrived)
                 yield Started(self._placement, self._prefiller, self._fallback, len(self._tokens))
             if isinstance(message, p.TextDelta):
-                yield Delta(message.text, message.tokens)
+                yield Delta(message.text, message.tokens, message.logprob)
             elif isinstance(message, p.Generated):
                 yield self._finished(message)
                 return
@@ -268,6 +296,7 @@ class _Session:
             completion_tokens=done.completion_tokens,
             timings=self._timings(done, after_first),
             proof=done.proof,
+            tokens=done.tokens,
         )
 
     def _timings(self, done: p.Generated, after_first: float) -> dict[str, object]:

@@ -13,7 +13,7 @@ import contextlib
 import hmac
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
 import msgspec
@@ -23,6 +23,8 @@ from transport.address import from_socket, parse
 from zerocopy.config import DaemonConfig
 from zerocopy.daemon import openai_schema as schema
 from zerocopy.daemon.chat import render
+from zerocopy.daemon.choices import generate_choices
+from zerocopy.daemon.openai_answer import Answer, Choice
 from zerocopy.daemon.requests import (
     Delta,
     Event,
@@ -42,6 +44,7 @@ SHUTDOWN_S: Final = 5.0
 
 _PROOF_KEY: Final = re.compile(r"^(?:[0-9a-fA-F]{2}){16,32}$")
 _OPEN_PATHS: Final = frozenset({"/health", "/ready"})  # load balancers ask without a key
+_TENANT: Final = web.RequestKey("tenant", str)
 _Respond = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -55,8 +58,8 @@ def make_app(service: GenerationService, config: DaemonConfig) -> web.Applicatio
     app.router.add_get("/v1/models/{model:.+}", door.model)
     app.router.add_get("/v1/status", door.status)
     app.router.add_get("/metrics", door.metrics)
-    for path in sorted(_OPEN_PATHS):
-        app.router.add_get(path, door.health)
+    app.router.add_get("/health", door.health)
+    app.router.add_get("/ready", door.ready)
     app.on_response_prepare.append(_name_server)
     return app
 
@@ -84,7 +87,7 @@ class _FrontDoor:
 
     def __init__(self, service: GenerationService, config: DaemonConfig) -> None:
         self._service = service
-        self._api_key = config.api_key.encode() if config.api_key else None
+        self._keys = config.tenant_keys()
         self._allow_proofs = config.allow_proofs
 
     @web.middleware
@@ -108,11 +111,16 @@ class _FrontDoor:
             raise RequestError("cross-origin", "requests from web pages are not allowed: call from a server", 403)
 
     def _check_key(self, request: web.Request) -> None:
-        if self._api_key is None or request.path in _OPEN_PATHS:
+        """Leaves the key's tenant in the request. Every key is compared, so that time tells nothing."""
+        request[_TENANT] = ""
+        if not self._keys or request.path in _OPEN_PATHS:
             return
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         given = key.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b""
-        if not hmac.compare_digest(given, self._api_key):
+        found = [tenant for key, tenant in self._keys.items() if hmac.compare_digest(given, key)]
+        if found:
+            request[_TENANT] = found[0]
+        else:
             raise RequestError("invalid-api-key", "send the API key as `Authorization: Bearer KEY`", 401)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -140,6 +148,11 @@ class _FrontDoor:
         return _json(_model(name))
 
     async def health(self, request: web.Request) -> web.Response:
+        """Alive: a daemon that answers this needs no restart, whatever its engine does."""
+        return _json({"status": "ok"})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """Able to serve a request now."""
         status = self._service.status()
         if status.serving:
             return _json({"status": "ok"})
@@ -172,6 +185,8 @@ class _FrontDoor:
             placement=cast(PlacementMode | None, _header(request, "x-zc-placement", ("local", "disaggregated"))),
             allow_fallback=None if fallback is None else fallback == "allow",
             proof_key=self._proof_key(request),
+            return_tokens=bool(body.return_tokens),
+            tenant=request[_TENANT],
         )
 
     def _proof_key(self, request: web.Request) -> str | None:
@@ -184,7 +199,7 @@ class _FrontDoor:
 
     def _not_serving(self) -> RequestError:
         why = self._service.status().reason or "the engine is not up"
-        return RequestError("not-serving", f"this daemon cannot serve now: {why}; wait until /health answers 200", 503)
+        return RequestError("not-serving", f"this daemon cannot serve now: {why}; wait until /ready answers 200", 503)
 
     async def _answer(
         self,
@@ -194,15 +209,24 @@ class _FrontDoor:
         *,
         chat: bool,
     ) -> web.StreamResponse:
-        async with contextlib.aclosing(self._service.generate(wanted)) as events:
-            started = await anext(events, None)
+        choices = [Choice() for _ in range(body.n or 1)]
+        async with contextlib.aclosing(generate_choices(self._service.generate, wanted, len(choices))) as events:
+            _, started = await anext(events, (0, None))
             if not isinstance(started, Started):
                 raise RequestError("internal", "the generation began without saying where it runs", 500)
-            answer = schema.Answer(self._service.model_name() or "", chat=chat, with_usage=body.wants_usage())
+            answer = Answer(
+                self._service.model_name() or "",
+                chat=chat,
+                with_usage=body.wants_usage(),
+                return_tokens=wanted.return_tokens,
+            )
             if body.stream:
-                return await _stream(request, answer, started, events, body.wants_usage())
-            text, finished = await _gather(events)
-        return _json(answer.whole(text, finished), headers=_placement_headers(started))
+                return await _stream(request, answer, started, events, choices, body.wants_usage())
+            async for index, event in events:
+                _take(choices[index], event)
+        if any(choice.finished is None for choice in choices):
+            raise _unfinished()
+        return _json(answer.whole(choices), headers=_placement_headers(started))
 
 
 async def _read(request: web.Request) -> bytes:
@@ -230,25 +254,20 @@ def _placement_headers(started: Started) -> dict[str, str]:
     return headers
 
 
-async def _gather(events: AsyncIterator[Event]) -> tuple[str, Finished]:
-    """To the end of the iterator, not only to `Finished`: leaving early would be cancelling."""
-    texts: list[str] = []
-    finished = None
-    async for event in events:
-        if isinstance(event, Delta):
-            texts.append(event.text)
-        elif isinstance(event, Finished):
-            finished = event
-    if finished is None:
-        raise _unfinished()
-    return "".join(texts), finished
+def _take(choice: Choice, event: Event) -> None:
+    if isinstance(event, Delta):
+        choice.text += event.text
+        choice.logprobs += [event.logprob] if event.logprob else []
+    elif isinstance(event, Finished):
+        choice.finished = event
 
 
 async def _stream(
     request: web.Request,
-    answer: schema.Answer,
+    answer: Answer,
     started: Started,
-    events: AsyncIterator[Event],
+    events: AsyncIterator[tuple[int, Event]],
+    choices: Sequence[Choice],
     with_usage: bool,
 ) -> web.StreamResponse:
     """Server-Sent Events. From here on the status is 200: a failure becomes an event, and no `[DONE]` follows it."""
@@ -260,7 +279,7 @@ async def _stream(
     response = web.StreamResponse(headers=headers | _placement_headers(started))
     try:
         await response.prepare(request)
-        await _relay(response, answer, events, with_usage)
+        await _relay(response, answer, events, choices, with_usage)
     except RequestError as error:
         await _send(response, schema.error_body(error))
     except ConnectionError:
@@ -273,24 +292,27 @@ async def _stream(
 
 async def _relay(
     response: web.StreamResponse,
-    answer: schema.Answer,
-    events: AsyncIterator[Event],
+    answer: Answer,
+    events: AsyncIterator[tuple[int, Event]],
+    choices: Sequence[Choice],
     with_usage: bool,
 ) -> None:
-    opening = answer.opening()
-    if opening is not None:
-        await _send(response, opening)
-    finished = None
-    async for event in events:
-        if isinstance(event, Delta) and event.text:
-            await _send(response, answer.piece(event.text))
+    """To the end of the iterator, not only to the last `Finished`: leaving early would be cancelling."""
+    for index in range(len(choices)):
+        if (opening := answer.opening(index)) is not None:
+            await _send(response, opening)
+    finished, sent = dict[int, Finished](), [0] * len(choices)  # characters of each choice
+    async for index, event in events:
+        if isinstance(event, Delta) and (event.text or event.logprob):
+            await _send(response, answer.piece(index, event.text, event.logprob, sent[index]))
+            sent[index] += len(event.text)
         elif isinstance(event, Finished):
-            finished = event
-    if finished is None:
+            finished[index] = event
+            await _send(response, answer.closing(index, event))
+    if len(finished) < len(choices):
         raise _unfinished()
-    await _send(response, answer.closing(finished))
     if with_usage:
-        await _send(response, answer.usage(finished))
+        await _send(response, answer.usage(list(finished.values())))
     await _send(response, None)
 
 

@@ -7,18 +7,21 @@ started again gets the same memory. Owns the pools; what is lent must come back 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
 from native.memory import NativeError
 from native.ring import Ring, Side
 from native.slab import Slab
+from zerocopy.daemon.admission import Admission
 from zerocopy.daemon.telemetry import log_event
 from zerocopy.handoff.components import StateSchema
 from zerocopy.worker import protocol as p
 
 # Engine work is serial per worker: one slab is read or written while the next one fills (architecture.md).
 SLABS: Final = 2
+MAX_WAITING: Final = 256
 
 
 class Lease:
@@ -101,12 +104,23 @@ class _Side:
 class SharedMemory:
     """Both sides of one host; a side that its roles do not need has no memory."""
 
-    def __init__(self, *, export: bool, landing: bool, rings: int, ring_bytes: int) -> None:
+    def __init__(
+        self,
+        *,
+        export: bool,
+        landing: bool,
+        rings: int,
+        ring_bytes: int,
+        share: Callable[[int], int] | None = None,
+    ) -> None:
+        """`share`: how many of so many landing leases one peer may hold."""
         self._export_rings = rings if export else 0
         self._landing_rings = rings if landing else 0
         self._ring_bytes = ring_bytes
         self._sides: dict[str, _Side] = {}
         self._slab_bytes = 0
+        # Who waits for landing memory holds a lane, so those are few; how long, the handoff's own deadline says.
+        self.landing_line = Admission(waiting=MAX_WAITING, wait_s=math.inf, share=share)
 
     def attach(self, schema: StateSchema) -> tuple[p.Attach, Sequence[int]]:
         """What a new worker is told, and the descriptors that go with it. Raises NativeError where there is no memory
@@ -114,6 +128,7 @@ class SharedMemory:
         size = schema.snapshot_bytes()
         if not self._sides:
             self._create(size)
+            self.landing_line.open(self.leases("landing"), 0)
         elif size != self._slab_bytes:
             raise NativeError(
                 "model-changed",
@@ -141,6 +156,11 @@ class SharedMemory:
         """Memory for one handoff, or None while all of it is lent."""
         side = self._sides.get(name)
         return side.lend(epoch) if side else None
+
+    def leases(self, name: Literal["export", "landing"]) -> int:
+        """How many handoffs can have memory of that side at once; 0 before the engine is up."""
+        side = self._sides.get(name)
+        return 0 if side is None else min(len(side.rings), len(side.slabs) or len(side.rings))
 
     def recover(self) -> None:
         """The worker died: end what it left open in memory that is still lent."""

@@ -1,4 +1,4 @@
-"""The OpenAI request and answer bodies that this server speaks, and what it refuses. No HTTP here.
+"""The OpenAI request bodies that this server speaks, and what it refuses. No HTTP here.
 
 A field of a request is either served, harmless and ignored (`HARMLESS`), accepted only at the value that means "off"
 (`NEUTRAL`), or refused by name: nothing that would change the answer is ever ignored silently. Bounds are in the types.
@@ -7,16 +7,14 @@ A field of a request is either served, harmless and ignored (`HARMLESS`), accept
 from __future__ import annotations
 
 import difflib
-import secrets
-import time
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
 from zerocopy.daemon.chat import ChatMessage
-from zerocopy.daemon.requests import Finished, RequestError
-from zerocopy.worker.sampling import Sampling
+from zerocopy.daemon.requests import RequestError
+from zerocopy.worker.sampling import MAX_LOGPROBS, Penalty, Sampling
 
 # What an answer may grow to when the client names no limit: room for a full reply, not for a loop. The daemon bounds
 # every request by its context as well.
@@ -29,17 +27,9 @@ HARMLESS: Final = frozenset(
 
 # Accepted at these values only, where they mean "off".
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
-    "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repeat_penalty": (1,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({}, []),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),  # without tools there is nothing to call
@@ -57,9 +47,13 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "mirostat": (0,),
 }
 
+MAX_CHOICES: Final = 8
+
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
+Alternatives = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 Probability = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+BiasValue = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 StopList = Annotated[list[StopText], msgspec.Meta(max_length=16)]
@@ -80,6 +74,13 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     min_p: Probability | None = None
     seed: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None = None
     stop: StopText | StopList | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repeat_penalty: Annotated[float, msgspec.Meta(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=10)] | None = None  # its other name
+    logit_bias: Annotated[dict[TokenId, BiasValue], msgspec.Meta(max_length=1024)] | None = None
+    return_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -92,7 +93,16 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
             top_p=neutral.top_p if self.top_p is None else self.top_p,
             min_p=neutral.min_p if self.min_p is None else self.min_p,
             seed=self.seed,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repeat_penalty=self.repeat_penalty or self.repetition_penalty or 1.0,
+            logit_bias=tuple((self.logit_bias or {}).items()),
+            logprobs=self.alternatives(),
         )
+
+    def alternatives(self) -> int | None:
+        """Likely tokens told beside each token; None: no probabilities at all."""
+        raise NotImplementedError
 
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -105,6 +115,12 @@ class CompletionBody(_Body, frozen=True, kw_only=True):
     """POST /v1/completions. One prompt: text, a list of one text, or a list of token ids."""
 
     prompt: str | list[TokenId | str]
+    logprobs: Alternatives | bool | None = None
+
+    def alternatives(self) -> int | None:
+        if self.logprobs is True:
+            raise bad_field("logprobs", "logprobs is true: completions take the number of alternatives")
+        return None if self.logprobs is False else self.logprobs
 
     def single_prompt(self) -> str | list[int]:
         if isinstance(self.prompt, str):
@@ -125,6 +141,13 @@ class ChatBody(_Body, frozen=True, kw_only=True):
 
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
     max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
+
+    def alternatives(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise bad_field("top_logprobs", "top_logprobs needs logprobs: true")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class FieldError(RequestError):
@@ -154,9 +177,9 @@ def parse(data: bytes, kind: type[Body]) -> Body:
         raise FieldError("bad-json", "the body is nested too deeply", None) from error
     served = {name: value for name, value in fields.items() if _is_served(name, value, kind)}
     try:
-        return msgspec.convert(served, kind)
+        return msgspec.convert(served, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
+        message, _, path = str(error).replace(" - at `key` in `$", " - at `$").partition(" - at `$")
         field = path.strip(".`") or None
         raise bad_field(field or "", f"{field}: {message}" if field else message) from error
 
@@ -176,61 +199,6 @@ def _is_served(name: str, value: Any, kind: type[_Body]) -> bool:
     if value is not None and value not in neutral:
         raise FieldError("unsupported", f"`{name}` is not supported here: leave it out", name)
     return False
-
-
-class Answer:
-    """Bodies of one answer, whole or in chunks; `chat` picks the endpoint's shape."""
-
-    def __init__(self, model: str, *, chat: bool, with_usage: bool = False) -> None:
-        self._chat = chat
-        self._with_usage = with_usage
-        self._fixed: dict[str, Any] = {"created": int(time.time()), "model": model}
-        self._fixed["id"] = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
-
-    def whole(self, text: str, finished: Finished) -> dict[str, Any]:
-        content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": finished.reason}
-        kind = "chat.completion" if self._chat else "text_completion"
-        return self._body(kind, [choice]) | {"usage": _usage(finished)} | _extras(finished)
-
-    def opening(self) -> dict[str, Any] | None:
-        """Chat streams begin with the role; completion streams with text."""
-        return self._chunk({"delta": {"role": "assistant", "content": ""}}, None) if self._chat else None
-
-    def piece(self, text: str) -> dict[str, Any]:
-        return self._chunk({"delta": {"content": text}} if self._chat else {"text": text}, None)
-
-    def closing(self, finished: Finished) -> dict[str, Any]:
-        content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        return self._chunk(content, finished.reason) | _extras(finished)
-
-    def usage(self, finished: Finished) -> dict[str, Any]:
-        """The extra last chunk of `stream_options.include_usage`."""
-        return self._body(self._chunk_kind(), []) | {"usage": _usage(finished)}
-
-    def _chunk(self, content: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
-        return self._body(self._chunk_kind(), [choice]) | ({"usage": None} if self._with_usage else {})
-
-    def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self._chat else "text_completion"
-
-    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._fixed, "object": kind, "choices": choices}
-
-
-def _usage(finished: Finished) -> dict[str, int]:
-    total = finished.prompt_tokens + finished.completion_tokens
-    return {
-        "prompt_tokens": finished.prompt_tokens,
-        "completion_tokens": finished.completion_tokens,
-        "total_tokens": total,
-    }
-
-
-def _extras(finished: Finished) -> dict[str, Any]:
-    proof = {} if finished.proof is None else {"zc_proof": finished.proof}
-    return {"timings": finished.timings} | proof
 
 
 _ERROR_TYPES: Final = {

@@ -1,4 +1,4 @@
-"""The prefiller's side: serves PREFILLs of peers, one after another on the worker's prefill lane.
+"""The prefiller's side: serves PREFILLs of peers on the lanes of the worker's prefill pool, in order of arrival.
 
 Owns each handoff's queueing, its lease of export memory, the pump from ring and slab to the link, and its ending: the
 worker lets go first, then the memory is wiped and lent again. All on the event loop's thread; a page costs a few
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -17,6 +18,7 @@ from typing import Final
 from native.memory import NativeError
 from native.ring import Record
 from transport.link import Link, LinkError
+from zerocopy.daemon.admission import Admission, Refused, Ticket
 from zerocopy.daemon.ending import to_the_end
 from zerocopy.daemon.memory import Lease, SharedMemory
 from zerocopy.daemon.trace import Trace, busy
@@ -27,12 +29,17 @@ from zerocopy.handoff.machine import Action, Ended, Release, Send
 from zerocopy.handoff.messages import Abort, HandoffMessage, Prefill, encode, unpack_tokens
 from zerocopy.handoff.seen import SeenIds
 from zerocopy.handoff.source import SourceHandoff
+from zerocopy.runtime.base import EngineFacts
 from zerocopy.worker import protocol as p
 
 # A peer may queue this many prompts here before it is refused: the queue deadline bounds time, this bounds memory.
 MAX_QUEUED: Final = 256
 # Pages given to the link and not yet with the peer: more would only lengthen the link's queue, which has a bound.
 MAX_SENDING: Final = 1024
+# The link sends pages in the order they come, so what one handoff has given it is what another's next page waits for:
+# at most so many seconds of its bandwidth, within these bytes. The most is 2 ms of acknowledging at 130 Gb/s.
+SENDING_S: Final = 0.1
+SENDING_BYTES: Final = (1 << 20, 32 << 20)
 
 
 class _Page:
@@ -68,17 +75,19 @@ class Outgoing:
         self.trace.marks["asked"] = now
         self._wake = asyncio.Event()
         self._lease: Lease | None = None
+        self._ticket: Ticket | None = None
         self._job: Job | None = None
         self._head: _Page | None = None  # read from the ring, waiting for credit or its turn
         self._parts: deque[p.SlabPart] = deque()
         self._sending: set[asyncio.Future[None]] = set()
+        self._sending_bytes = 0
         self._prefilled: p.Prefilled | None = None
         self._drained = asyncio.Event()
 
-    async def run(self, turn: asyncio.Lock) -> None:
+    async def run(self, ticket: Ticket) -> None:
         """From the queue to the end; never raises for what can go wrong with a handoff."""
         try:
-            async with self._lane(turn):
+            async with self._lane(ticket):
                 if not self.machine.over:
                     await self._serve()
         finally:
@@ -115,7 +124,7 @@ class Outgoing:
 
     async def _transfer(self) -> None:
         grant = self.machine.grant
-        assert grant is not None
+        assert grant is not None and self._ticket is not None
         lease = self._lease = self._service.memory.lend("export", grant.epoch)
         if lease is None:
             self.fail("no-memory", "the prefiller has no free export ring: raise --rings")
@@ -140,6 +149,7 @@ class Outgoing:
                     ring=lease.ring_index,
                     slab=lease.slab_index,
                     probe=self.machine.probe,
+                    lane=self._ticket.lane,
                 )
             )
             while not self.machine.over:
@@ -192,7 +202,7 @@ class Outgoing:
     def _pump(self, lease: Lease) -> None:
         """Hand every page that is there, next in order and within credit, to the link; then the manifest."""
         while (
-            len(self._sending) < MAX_SENDING
+            not self._link_has_enough()
             and (page := self._next_page(lease)) is not None
             and self.machine.may_send(page.header)
         ):
@@ -203,7 +213,15 @@ class Outgoing:
         done = self._prefilled
         if done is not None and self.machine.next_sequence == done.pages and "manifest" not in self.trace.marks:
             self.trace.marks["manifest"] = time.monotonic()
-            self._do(self.machine.manifest(done.target_position, done.mtp_position, self._timings()))
+            timings = self._timings()
+            self._do(self.machine.manifest(done.target_position, done.mtp_position, timings, solo=done.solo))
+
+    def _link_has_enough(self) -> bool:
+        """One page may always be on its way, however large."""
+        least, most = SENDING_BYTES
+        bandwidth = self.link.stats.bandwidth_bps
+        allowed = most if bandwidth is None else min(most, max(least, bandwidth / 8 * SENDING_S))
+        return len(self._sending) >= MAX_SENDING or self._sending_bytes >= allowed
 
     def _next_page(self, lease: Lease) -> _Page | None:
         """The page whose turn it is, from the ring or from the slab; None while it is not there."""
@@ -233,11 +251,13 @@ class Outgoing:
             self._do(self.machine.page_done())
             return
         self._sending.add(future)
+        self._sending_bytes += page.header.payload_bytes
         future.add_done_callback(lambda done: self._sent(done, page, began))
 
     def _sent(self, future: asyncio.Future[None], page: _Page, began: float) -> None:
-        full = len(self._sending) >= MAX_SENDING
+        full = self._link_has_enough()
         self._sending.discard(future)
+        self._sending_bytes -= page.header.payload_bytes
         last = self.trace.wire[-1][1] if self.trace.wire else began
         page.free()
         if not future.cancelled() and (error := future.exception()) is not None:
@@ -297,27 +317,34 @@ class Outgoing:
             self._do(expired)  # only then: `_do` wakes this very loop
 
     @contextlib.asynccontextmanager
-    async def _lane(self, turn: asyncio.Lock) -> AsyncIterator[None]:
-        """The prefill lane, once it is this handoff's turn; without it if the handoff ended first."""
-        waiting = asyncio.ensure_future(turn.acquire())
-        waiting.add_done_callback(lambda _: self._wake.set())
+    async def _lane(self, ticket: Ticket) -> AsyncIterator[None]:
+        """A lane of the prefill pool, once it is this handoff's turn; without it if the handoff ended first."""
+        self._ticket = ticket
+        ticket.granted.add_done_callback(lambda _: self._wake.set())
         try:
-            while not (waiting.done() or self.machine.over):
+            while not (ticket.granted.done() or self.machine.over):
                 await self._sleep()
             yield
         finally:
-            if not waiting.cancel():
-                turn.release()
+            self._service.lanes.give_back(ticket)
 
 
 class OutgoingService:
     """All handoffs leaving this host, in arrival order."""
 
-    def __init__(self, worker: WorkerProcess, memory: SharedMemory, on_end: Callable[[Trace], None]) -> None:
+    def __init__(
+        self,
+        worker: WorkerProcess,
+        memory: SharedMemory,
+        on_end: Callable[[Trace], None],
+        share: Callable[[int], int] | None = None,
+    ) -> None:
+        """`share`: how many of so many lanes one peer may hold."""
         self.worker = worker
         self.memory = memory
+        # The time a prompt may wait is its decoder's to say, in PREFILL.
+        self.lanes = Admission(waiting=MAX_QUEUED, wait_s=math.inf, share=share)
         self._on_end = on_end
-        self._turn = asyncio.Lock()
         self._handoffs: dict[bytes, Outgoing] = {}
         self._seen = SeenIds()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -338,10 +365,19 @@ class OutgoingService:
             have, want = self.worker.facts.n_ctx, prefill.tokens
             self.refuse(link, prefill, "context-length", f"the prefiller holds {have} tokens, the prompt has {want}")
         else:
-            handoff = self._handoffs[prefill.handoff_id] = Outgoing(self, link, prefill)
-            task = asyncio.create_task(handoff.run(self._turn))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._queue(link, prefill, self.worker.facts)
+
+    def _queue(self, link: Link, prefill: Prefill, facts: EngineFacts) -> None:
+        self.lanes.open(min(facts.exporting_lanes, self.memory.leases("export")), facts.kv_tokens)
+        try:
+            ticket = self.lanes.ask(prefill.tenant, prefill.tokens, group=link.peer)
+        except Refused as error:
+            self.refuse(link, prefill, error.reason, str(error))
+            return
+        handoff = self._handoffs[prefill.handoff_id] = Outgoing(self, link, prefill)
+        task = asyncio.create_task(handoff.run(ticket))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def refuse(self, link: Link, prefill: Prefill, reason: str, message: str) -> None:
         """Answer a PREFILL that will not be queued."""

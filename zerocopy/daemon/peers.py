@@ -204,6 +204,10 @@ class Peers:
         peer = self._peers.get(name)
         return peer.link if peer else None
 
+    def share(self, places: int) -> int:
+        """How many of so many places one peer may hold: all but one where there are others to keep it for."""
+        return places - 1 if sum(peer.link is not None for peer in self.all()) > 1 else places
+
     def decoder(self) -> Link | None:
         """A connected peer whose engine is up and that decodes: where a prefill-only host sends its requests."""
         for peer in self.all():

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Protocol
 import msgspec
 from msgspec import Meta
 
-from zerocopy.worker.sampling import Sampling
+from zerocopy.worker.sampling import Sampling, TokenLogprob
 
 PlacementMode = Literal["local", "disaggregated"]
 
@@ -40,6 +40,9 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     allow_fallback: bool | None = None  # None: the daemon's default
     # 16 to 32 bytes in hex; only where the daemon was started with --allow-proofs
     proof_key: Annotated[str, Meta(pattern=r"^([0-9a-fA-F]{2}){16,32}$")] | None = None
+    return_tokens: bool = False  # also the ids
+    # From the API key: what one tenant may use is bounded, and its state moves for nobody else.
+    tenant: Annotated[str, Meta(max_length=64)] = ""
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
@@ -56,6 +59,7 @@ class Delta(msgspec.Struct, frozen=True, tag="delta"):
 
     text: str
     tokens: int
+    logprob: TokenLogprob | None = None
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
@@ -66,13 +70,14 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     completion_tokens: int
     timings: dict[str, object]
     proof: dict[str, object] | None = None
+    tokens: tuple[int, ...] = ()
 
 
 Event = Started | Delta | Finished
 
 
 class ServiceStatus(msgspec.Struct, frozen=True):
-    """For /health and /v1/status: `reason` says why not when `serving` is False."""
+    """For /ready and /v1/status: `reason` says why not when `serving` is False."""
 
     serving: bool
     reason: str | None

@@ -139,7 +139,8 @@ class ComponentManifest(msgspec.Struct, frozen=True):
 
 
 class Manifest(Message, frozen=True, kw_only=True, tag="manifest"):
-    """Prefiller to decoder: all that was sent, and the engine's last positions. `timings` are seconds, for people."""
+    """Prefiller to decoder: all that was sent, and the engine's last positions. `solo`: no other sequence was in the
+    engine context meanwhile, so equal hosts must agree bit for bit. `timings` are seconds, for people."""
 
     handoff_id: Id
     epoch: Epoch
@@ -147,6 +148,7 @@ class Manifest(Message, frozen=True, kw_only=True, tag="manifest"):
     position: Position
     mtp_position: Position | None = None
     source: Annotated[int, Meta(ge=0, le=0xFFFF)] = 0
+    solo: bool = False
     timings: Annotated[dict[Label, Figure], Meta(max_length=64)] = {}
 
 

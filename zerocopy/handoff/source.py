@@ -102,7 +102,7 @@ class SourceHandoff(Machine):
         return self._page_ends()
 
     def manifest(
-        self, position: int, mtp_position: int | None, timings: Mapping[str, float] | None = None
+        self, position: int, mtp_position: int | None, timings: Mapping[str, float] | None = None, *, solo: bool = False
     ) -> list[Action]:
         """All is sent. Raises LocalProtocolError naming the component that is missing or has a gap."""
         ledger = self._granted_ledger()
@@ -117,6 +117,7 @@ class SourceHandoff(Machine):
             components=ledger.summary(),
             position=position,
             mtp_position=mtp_position,
+            solo=solo,
             timings=dict(timings or {}),
         )
         return [Send(manifest)]

@@ -1,8 +1,9 @@
 """What the worker needs from an engine, and nothing more.
 
-A `Runtime` is one loaded model. A `Lane` is one engine context of it (plus its MTP context, when the model has an
-MTP head) holding at most one live sequence. Everything runs on the worker's one engine thread. State is read from
-and written to memoryviews over shared memory, in one engine call per page: no `bytes` object ever holds state.
+A `Runtime` is one loaded model. A `Pool` is one engine context of it (plus its MTP context, when the model has an
+MTP head) with a fixed number of lanes; a `Lane` holds at most one live sequence. Everything runs on the worker's one
+engine thread. State is read from and written to memoryviews over shared memory, in one engine call per page: no
+`bytes` object ever holds state.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ class EngineFacts(msgspec.Struct, frozen=True):
     schema: StateSchema
     model_name: str
     n_ctx: int  # tokens one sequence may hold
+    sequences: int  # lanes of one pool
+    kv_tokens: int  # tokens all sequences of one pool may hold together
+    exporting_lanes: int  # lanes of one pool that may be in use while pages are exported from any of them
     n_vocab: int
     chunk_tokens: int  # prompt tokens per engine call; equal on both hosts for bit-equality
     page_tokens: int  # tokens per exported page; divides chunk_tokens
@@ -58,8 +62,27 @@ class Positions(msgspec.Struct):
     mtp: int | None
 
 
+class Row(msgspec.Struct, frozen=True):
+    """What one lane has evaluated as its part of a batch: tokens at start, start+1, ... (several tokens are a slice of
+    a prompt, or later a draft to verify)."""
+
+    lane: Lane
+    tokens: Sequence[int]
+    start: int
+
+
+class Output(msgspec.Struct, frozen=True):
+    """F32[n_vocab] each, of a row's last token; valid until the pool's next call."""
+
+    logits: Logits
+    mtp_logits: Logits | None
+
+
 class Lane(Protocol):
-    """One engine context, one live sequence. Call `clear` before a new sequence: it wipes all cells."""
+    """One live sequence. `clear` before a new one."""
+
+    def check(self, tokens: Sequence[int], start: int) -> None:
+        """Raise EngineError unless the whole state stands at `start` and these tokens may be evaluated next."""
 
     def prefill(self, tokens: Sequence[int], start: int) -> None:
         """Evaluate one chunk of at most `chunk_tokens` tokens at positions start, start+1, ... ; MTP follows."""
@@ -97,20 +120,28 @@ class Lane(Protocol):
         """Keyed BLAKE2b of the re-exported state per component label: equal iff the bytes are. For proofs on
         request only; `key` is fresh per request, so digests never link two requests (X4)."""
 
+    def clear(self) -> None:
+        """Drop the sequence and free its cells; they are overwritten when no lane of the pool holds any state."""
+
+
+class Pool(Protocol):
+    """One engine context. Lanes are numbered 0 to `EngineFacts.sequences` - 1."""
+
+    def lane(self, number: int) -> Lane: ...
+
+    def evaluate(self, rows: Sequence[Row]) -> list[Output]:
+        """One engine call for all rows, at most one row a lane, at most `chunk_tokens` tokens beside one for every
+        lane. After an error in the engine every lane of the batch must be cleared; `Lane.check` first."""
+
     def reset_counters(self) -> None: ...
 
     def counters(self) -> EngineCounters: ...
-
-    def clear(self) -> None:
-        """Drop every sequence and overwrite the cells with zeros."""
-
-    def close(self) -> None: ...
 
 
 class Runtime(Protocol):
     facts: EngineFacts
 
-    def open_lane(self) -> Lane: ...
+    def open_pool(self) -> Pool: ...
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
 

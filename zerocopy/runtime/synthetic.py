@@ -27,7 +27,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from zerocopy.handoff.components import Component, ComponentSpec, Identity, StateSchema
-from zerocopy.runtime.base import EngineCounters, EngineError, EngineFacts, Logits, Positions
+from zerocopy.runtime.base import EngineCounters, EngineError, EngineFacts, Logits, Output, Positions, Row
 
 SUFFIX: Final = ".synthetic.json"
 MAX_DESCRIPTOR_BYTES: Final = 1 << 16
@@ -97,6 +97,8 @@ class SyntheticOptions(msgspec.Struct, frozen=True):
     chunk_tokens: int = 256
     page_tokens: int = 64
     kv_type: str = "f16"
+    sequences: int = 1
+    kv_tokens: int = 0  # 0: n_ctx for every sequence; nothing is allocated for it
 
 
 def is_descriptor(path: str | Path) -> bool:
@@ -158,6 +160,9 @@ class SyntheticRuntime:
             schema=schema,
             model_name=f"synthetic {name}",
             n_ctx=options.n_ctx,
+            sequences=options.sequences,
+            kv_tokens=options.kv_tokens or options.n_ctx * options.sequences,
+            exporting_lanes=options.sequences,
             n_vocab=self._n_vocab,
             chunk_tokens=options.chunk_tokens,
             page_tokens=options.page_tokens,
@@ -168,8 +173,11 @@ class SyntheticRuntime:
             mtp="tracked",
         )
 
+    def open_pool(self) -> SyntheticPool:
+        return SyntheticPool(self.facts, self._descriptor)
+
     def open_lane(self) -> SyntheticLane:
-        return SyntheticLane(self.facts, self._descriptor)
+        return SyntheticPool(msgspec.structs.replace(self.facts, sequences=1), self._descriptor).lane(0)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """A byte is a token."""
@@ -185,13 +193,59 @@ class SyntheticRuntime:
         """Nothing is held."""
 
 
+class SyntheticPool:
+    """Implements `Pool`: keeps the time and the counters of its lanes."""
+
+    def __init__(self, facts: EngineFacts, descriptor: Descriptor) -> None:
+        self._pace = {"prefill": descriptor.prefill_tokens_per_s, "decode": descriptor.decode_tokens_per_s}
+        self._counters = EngineCounters(0, 0)
+        self._lanes = [SyntheticLane(self, facts) for _ in range(facts.sequences)]
+
+    def lane(self, number: int) -> SyntheticLane:
+        return self._lanes[number]
+
+    def evaluate(self, rows: Sequence[Row]) -> list[Output]:
+        began = time.monotonic()
+        lanes = [next(lane for lane in self._lanes if lane is row.lane) for row in rows]
+        for lane, row in zip(lanes, rows, strict=True):
+            lane.check(row.tokens, row.start)
+        outputs = [lane.append(row.tokens, row.start) for lane, row in zip(lanes, rows, strict=True)]
+        total = sum(len(row.tokens) for row in rows)
+        if total == 1:
+            self._counters.single_tokens += 1
+        else:
+            self._counters.prompt_tokens += total
+        # One token of every sequence costs one pass over the weights, like one token of one sequence.
+        prompt_tokens = sum(len(row.tokens) for row in rows if len(row.tokens) > 1)
+        self.work("prefill", prompt_tokens, began)
+        self.work(
+            "decode", int(any(len(row.tokens) == 1 for row in rows)), time.monotonic() if prompt_tokens else began
+        )
+        return outputs
+
+    def work(self, kind: str, tokens: int, began: float) -> None:
+        """Take the time that so many tokens take at the set speed."""
+        if self._pace[kind]:
+            time.sleep(max(0.0, began + tokens / self._pace[kind] - time.monotonic()))
+
+    def reset_counters(self) -> None:
+        self._counters = EngineCounters(0, 0)
+
+    def counters(self) -> EngineCounters:
+        return EngineCounters(self._counters.prompt_tokens, self._counters.single_tokens)
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.clear()
+
+
 class SyntheticLane:
     """Implements `Lane`. Each part of the state knows after how many tokens it is valid."""
 
-    def __init__(self, facts: EngineFacts, descriptor: Descriptor) -> None:
+    def __init__(self, pool: SyntheticPool, facts: EngineFacts) -> None:
+        self.pool = pool
         self._facts = facts
         self._schema = facts.schema
-        self._pace = {"prefill": descriptor.prefill_tokens_per_s, "decode": descriptor.decode_tokens_per_s}
         self._prefix = np.zeros(facts.n_ctx + 1, np.uint64)  # P(t); untouched pages take no memory
         self._reach = 0  # no P beyond it was ever written
         self._salts = {c: _salts(self._spec(c)) for c in _STATE}
@@ -199,27 +253,15 @@ class SyntheticLane:
         self._valid = dict.fromkeys(_STATE, 0)
         self._folds = dict.fromkeys(_STATE, 0)
         self._mtp_logits: Logits | None = None
-        self._counters = EngineCounters(0, 0)
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
     def prefill(self, tokens: Sequence[int], start: int) -> None:
-        began = time.monotonic()
-        if not 0 < len(tokens) <= self._facts.chunk_tokens:
-            most = self._facts.chunk_tokens
-            raise EngineError("chunk-size", f"a chunk has {len(tokens)} tokens, this lane takes 1 to {most}")
-        self._append(tokens, start)
+        self.pool.evaluate([Row(self, tokens, start)])
         self._mtp_logits = None
-        self._counters.prompt_tokens += len(tokens)
-        self._work("prefill", len(tokens), began)
 
     def evaluate(self, token: int, position: int) -> Logits:
-        began = time.monotonic()
-        self._append([token], position)
-        self._counters.single_tokens += 1
-        logits = self._logits(self._folds)
-        self._work("decode", 1, began)
-        return logits
+        return self.pool.evaluate([Row(self, [token], position)])[0].logits
 
     def mtp_logits(self) -> Logits | None:
         return self._mtp_logits
@@ -228,22 +270,26 @@ class SyntheticLane:
         began = time.monotonic()
         value = self._advance([token], position)
         logits = self._logits(self._folded(value))
-        self._work("decode", 1, began)
+        self.pool.work("decode", 1, began)
         return logits
 
-    def _append(self, tokens: Sequence[int], start: int) -> None:
+    def append(self, tokens: Sequence[int], start: int) -> Output:
+        """The pool's: evaluate tokens that `check` has passed."""
         values = self._advance(tokens, start)
         end = start + len(tokens)
         self._remember((start, end), values)
         self._folds = self._folded(values)
         self._valid = dict.fromkeys(_STATE, end)
+        return Output(self._logits(self._folds), self._mtp_logits)
 
     def _remember(self, tokens: Range, values: Words) -> None:
         self._prefix[tokens[0] + 1 : tokens[1] + 1] = values
         self._reach = max(self._reach, tokens[1])
 
-    def _advance(self, tokens: Sequence[int], start: int) -> Words:
-        """P(start + 1) ... of the tokens that follow; the whole state must stand at `start`."""
+    def check(self, tokens: Sequence[int], start: int) -> None:
+        if not 0 < len(tokens) <= self._facts.chunk_tokens:
+            most = self._facts.chunk_tokens
+            raise EngineError("chunk-size", f"a chunk has {len(tokens)} tokens, this lane takes 1 to {most}")
         for component, valid in self._valid.items():
             if valid != start:
                 raise EngineError(
@@ -254,9 +300,13 @@ class SyntheticLane:
         if start + len(tokens) > self._facts.n_ctx:
             total, most = start + len(tokens), self._facts.n_ctx
             raise EngineError("context-full", f"{total} tokens do not fit a context of {most}")
-        ids = np.array(tokens, dtype=np.uint64)
-        if (ids >= self._facts.n_vocab).any():
+        if (np.array(tokens, dtype=np.uint64) >= self._facts.n_vocab).any():
             raise EngineError("token-range", f"a token is outside the vocabulary of {self._facts.n_vocab}")
+
+    def _advance(self, tokens: Sequence[int], start: int) -> Words:
+        """P(start + 1) ... of the tokens that follow."""
+        self.check(tokens, start)
+        ids = np.array(tokens, dtype=np.uint64)
         positions = np.arange(start + 1, start + 1 + len(ids), dtype=np.uint64)
         values: Words = np.cumsum(_scramble(ids + (positions << np.uint64(32)))) + self._prefix[start]
         return values
@@ -272,11 +322,6 @@ class SyntheticLane:
         target, mtp = (int.from_bytes(part, "little") % self._facts.n_vocab for part in (key[:4], key[4:]))
         self._mtp_logits = np.roll(self._noise, mtp)
         return np.roll(self._noise, target) + self._mtp_logits
-
-    def _work(self, kind: str, tokens: int, began: float) -> None:
-        """Take the time that so many tokens take at the set speed."""
-        if self._pace[kind]:
-            time.sleep(max(0.0, began + tokens / self._pace[kind] - time.monotonic()))
 
     # -- export ----------------------------------------------------------------------------------------------------
 
@@ -385,10 +430,10 @@ class SyntheticLane:
         return digests
 
     def reset_counters(self) -> None:
-        self._counters = EngineCounters(0, 0)
+        self.pool.reset_counters()
 
     def counters(self) -> EngineCounters:
-        return EngineCounters(self._counters.prompt_tokens, self._counters.single_tokens)
+        return self.pool.counters()
 
     def clear(self) -> None:
         self._prefix[: self._reach + 1] = 0

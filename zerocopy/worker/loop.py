@@ -1,25 +1,28 @@
-"""The worker's one engine thread: takes messages, gives each lane's job a step in turn, sleeps when all wait.
+"""The worker's one engine thread: takes messages, runs the scheduler's iterations, sleeps when all wait.
 
-One job per lane at a time; further jobs queue in order. The prefill lane and the decode lane belong to different
-engine contexts, so a host with both roles never deadlocks with another (a prefill never waits for this host's decode).
-A job's failure ends that job; the lane is wiped and the next one starts.
+Each role has a pool of lanes, an engine context of its own: a host with both roles never deadlocks with another (a
+prefill never waits for this host's decode). Which lane a job gets is decided by the daemon, which also knows that all
+tokens fit. A job's failure ends that job and clears its lane; a failed engine call ends the jobs of its batch.
 """
 
 from __future__ import annotations
 
 import selectors
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from native.memory import NativeError
 from native.ring import Ring, RingHandle
 from native.slab import Slab, SlabHandle
 from zerocopy.handoff.errors import HandoffError
-from zerocopy.runtime.base import EngineError, Lane, Runtime
+from zerocopy.runtime.base import EngineError, Output, Pool, Row, Runtime
 from zerocopy.worker import protocol as p
 from zerocopy.worker.decode_job import DecodeJob
 from zerocopy.worker.prefill_job import PrefillJob
+from zerocopy.worker.scheduler import Scheduler, Waiting, copy_seconds
 
 # A doorbell wakes the loop; this bound only limits how long a lost peer process could go unnoticed.
 IDLE_WAIT_S: Final = 1.0
@@ -28,12 +31,39 @@ Job = PrefillJob | DecodeJob
 
 
 class _Station:
-    """One lane with its queue. Owns the lane's sequence: it is wiped between jobs."""
+    """One pool and the jobs on its lanes, in order of arrival."""
 
-    def __init__(self, lane: Lane) -> None:
-        self.lane = lane
-        self.queue: deque[Job] = deque()
-        self.current: Job | None = None
+    def __init__(self, pool: Pool, budget_tokens: int) -> None:
+        self.pool = pool
+        self.jobs: dict[int, Job] = {}
+        self._scheduler = Scheduler(budget_tokens)
+
+    def add(self, job: Job) -> None:
+        """From now on none of those here is alone."""
+        self.jobs[job.job] = job
+        if len(self.jobs) > 1:
+            for each in self.jobs.values():
+                each.solo = False
+
+    def drop(self, job: Job) -> None:
+        job.close()
+        del self.jobs[job.job]
+        job.lane.clear()
+
+    def batch(self) -> list[tuple[Job, Row]]:
+        """What the next engine call evaluates: a token of every generation, then slices of prompts."""
+        wanted = {number: (job, row) for number, job in self.jobs.items() if (row := job.wanted()) is not None}
+        waiting = [
+            Waiting(number, arrived, len(row.tokens), job.remaining)
+            for arrived, (number, (job, row)) in enumerate(wanted.items())
+            if not job.decoding
+        ]
+        generating = [pair for pair in wanted.values() if pair[0].decoding]
+        return generating + [wanted[number] for number in self._scheduler.slices(waiting)]
+
+    @property
+    def generating(self) -> bool:
+        return any(job.decoding and not job.finished for job in self.jobs.values())
 
 
 class Worker:
@@ -42,19 +72,71 @@ class Worker:
     def __init__(self, sock: p.WorkerSocket, runtime: Runtime, roles: frozenset[str]) -> None:
         self._sock = sock
         self._runtime = runtime
-        self._stations = {role: _Station(runtime.open_lane()) for role in sorted(roles)}
+        budget = runtime.facts.chunk_tokens
+        self._stations = {role: _Station(runtime.open_pool(), budget) for role in sorted(roles)}
         self._export_rings: list[Ring] = []
         self._export_slabs: list[Slab] = []
         self._landing_rings: list[Ring] = []
         self._landing_slabs: list[Slab] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(sock, selectors.EVENT_READ, None)
+        self._turn = 0
         self._running = True
 
     def run(self) -> None:
         while self._running:
-            busy = [self._advance(station) for station in self._stations.values()]
-            self._wait(0.0 if any(busy) else IDLE_WAIT_S)
+            busy = self._iterate()
+            self._wait(0.0 if busy else IDLE_WAIT_S)
+
+    # -- iterations ----------------------------------------------------------------------------------------
+
+    def _iterate(self) -> bool:
+        """False when there is nothing to do until something arrives."""
+        began = time.monotonic()
+        evaluated = [self._evaluate(station) for station in self._stations.values()]
+        generating = any(station.generating for station in self._stations.values())
+        worked = self._copy(copy_seconds(time.monotonic() - began, generating=generating))
+        return worked or any(evaluated)
+
+    def _evaluate(self, station: _Station) -> bool:
+        batch = station.batch()
+        for job, row in batch:
+            with self._guard(station, job):
+                row.lane.check(row.tokens, row.start)
+        batch = [(job, row) for job, row in batch if not job.finished]
+        if not batch:
+            return False
+        began, outputs = time.monotonic(), list[Output]()
+        with self._guard(station, *(job for job, _ in batch)):
+            outputs = station.pool.evaluate([row for _, row in batch])
+        for (job, row), output in zip(batch, outputs, strict=False):  # no outputs when the call failed
+            with self._guard(station, job):
+                job.evaluated(len(row.tokens), output, began)
+        return True
+
+    def _copy(self, seconds: float) -> bool:
+        """Pages in and out, one of each job in turn, until nothing is left or the time is over."""
+        ready = deque((station, job) for station in self._stations.values() for job in station.jobs.values())
+        ready.rotate(-self._turn)  # with time for few of them, each comes first now and then
+        self._turn += 1
+        until, worked = time.monotonic() + seconds, False
+        while ready and time.monotonic() < until:
+            station, job = ready.popleft()
+            with self._guard(station, job):
+                if job.work():
+                    worked = True
+                    ready.append((station, job))
+        return worked
+
+    @contextmanager
+    def _guard(self, station: _Station, *jobs: Job) -> Iterator[None]:
+        """What fails in here ends these jobs."""
+        try:
+            yield
+        except (EngineError, HandoffError, NativeError) as error:
+            for job in jobs:
+                station.drop(job)
+                self._sock.send(p.Failed(job.job, error.reason, str(error)))
 
     # -- messages ------------------------------------------------------------------------------------------
 
@@ -72,10 +154,8 @@ class Worker:
                 self._attach(message)
             case p.Tokenize():
                 self._tokenize(message)
-            case p.Prefill():
-                self._queue_prefill(message)
-            case p.Generate():
-                self._queue_generate(message)
+            case p.Prefill() | p.Generate():
+                self._open(message)
             case p.Release():
                 self._release(message.job)
             case p.StateComplete() | p.Commit():
@@ -110,56 +190,36 @@ class Worker:
             self._selector.register(ring.data_fd, selectors.EVENT_READ, ring.clear_data_bell)
 
     def _decoding(self, message: p.StateComplete | p.Commit) -> None:
-        """Also for a job that has not begun: a short prompt's pages can all be here before its first step."""
-        station = self._stations["decode"]
-        for job in (station.current, *station.queue):
-            if not isinstance(job, DecodeJob) or job.job != message.job:
-                continue  # if it is none of them it failed a moment ago; the daemon will hear of it
-            if isinstance(message, p.Commit):
-                job.committed = True
-            else:
-                job.state_complete = True
+        job = self._stations["decode"].jobs.get(message.job)
+        if not isinstance(job, DecodeJob):
+            return  # it failed a moment ago; the daemon will hear of it
+        if isinstance(message, p.Commit):
+            job.committed = True
+        else:
+            job.state_complete = True
 
-    def _release(self, job: int) -> None:
+    def _release(self, number: int) -> None:
         for station in self._stations.values():
-            if station.current is not None and station.current.job == job:
-                self._clear(station)
-            station.queue = deque(queued for queued in station.queue if queued.job != job)
-        self._sock.send(p.Dropped(job))
+            if job := station.jobs.get(number):
+                station.drop(job)
+        self._sock.send(p.Dropped(number))
 
-    # -- jobs ----------------------------------------------------------------------------------------------
+    def _open(self, message: p.Prefill | p.Generate) -> None:
+        station = self._stations["prefill" if isinstance(message, p.Prefill) else "decode"]
+        lane = station.pool.lane(message.lane)
+        if any(job.lane is lane for job in station.jobs.values()):
+            self._sock.send(p.Failed(message.job, "lane-taken", f"lane {message.lane} has a job already"))
+        else:
+            station.add(self._job(message, station.pool))
 
-    def _queue_prefill(self, message: p.Prefill) -> None:
-        station = self._stations["prefill"]
-        slab = None if message.slab is None else self._export_slabs[message.slab]
-        ring = self._export_rings[message.ring]
-        station.queue.append(PrefillJob(message, station.lane, self._runtime.facts, ring, slab, self._sock.send))
-
-    def _queue_generate(self, message: p.Generate) -> None:
-        station = self._stations["decode"]
-        ring = None if message.ring is None else self._landing_rings[message.ring]
-        slab = None if message.slab is None else self._landing_slabs[message.slab]
-        station.queue.append(DecodeJob(message, self._runtime, station.lane, ring, slab, self._sock.send))
-
-    def _advance(self, station: _Station) -> bool:
-        """One step of the lane's job; True while there is more to do without waiting."""
-        if station.current is None:
-            if not station.queue:
-                return False
-            station.current = station.queue.popleft()
-        job = station.current
-        return not job.finished and self._guard(job.job, station, job.step)
-
-    def _guard(self, job: int, station: _Station, work: Callable[[], bool]) -> bool:
-        try:
-            return work()
-        except (EngineError, HandoffError, NativeError) as error:
-            self._clear(station)
-            self._sock.send(p.Failed(job, error.reason, str(error)))
-            return True
-
-    def _clear(self, station: _Station) -> None:
-        if station.current is not None:
-            station.current.close()
-        station.current = None
-        station.lane.clear()
+    def _job(self, message: p.Prefill | p.Generate, pool: Pool) -> Job:
+        exporting = isinstance(message, p.Prefill)
+        slabs, rings = (
+            (self._export_slabs, self._export_rings) if exporting else (self._landing_slabs, self._landing_rings)
+        )
+        slab = None if message.slab is None else slabs[message.slab]
+        if isinstance(message, p.Prefill):
+            lane = pool.lane(message.lane)
+            return PrefillJob(message, lane, self._runtime.facts, rings[message.ring], slab, self._sock.send)
+        ring = None if message.ring is None else rings[message.ring]
+        return DecodeJob(message, self._runtime, pool, ring, slab, self._sock.send)

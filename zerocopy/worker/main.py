@@ -33,7 +33,10 @@ class WorkerOptions(msgspec.Struct, frozen=True):
 def open_runtime(options: WorkerOptions) -> Runtime:
     if is_descriptor(options.model):
         o = options.llama
-        return SyntheticRuntime(options.model, SyntheticOptions(o.n_ctx, o.chunk_tokens, o.page_tokens, o.kv_type_k))
+        return SyntheticRuntime(
+            options.model,
+            SyntheticOptions(o.n_ctx, o.chunk_tokens, o.page_tokens, o.kv_type_k, o.sequences, o.kv_tokens),
+        )
     return LlamaRuntime(options.model, options.llama)
 
 

@@ -1,4 +1,4 @@
-"""One prompt on the prefill lane: evaluate it chunk by chunk, export its state as it grows.
+"""One prompt on a prefill lane: evaluate it chunk by chunk, export its state as it grows.
 
 Compute never waits for the wire: with the export ring full, pages stay in the engine's cache and leave after a later
 chunk (sliding-window models are the exception, `export_before_next_chunk`). The last prompt token is left to the
@@ -18,7 +18,7 @@ import numpy as np
 from native.ring import Ring
 from native.slab import Slab
 from zerocopy.handoff.components import HEADER_BYTES, Component, ComponentSpec, PageHeader, page_checksum
-from zerocopy.runtime.base import EngineError, EngineFacts, Lane
+from zerocopy.runtime.base import EngineError, EngineFacts, Lane, Output, Row
 from zerocopy.worker.protocol import ChunkDone, Prefill, Prefilled, SlabPart, SnapshotReady, Span, ToDaemon
 
 # One part of a snapshot on the wire: large enough to run at full speed, small enough that other pages get a turn.
@@ -28,7 +28,9 @@ Range = tuple[int, int]
 
 
 class PrefillJob:
-    """`step()` does one bounded piece of work; False means it waits for ring space (or is finished)."""
+    """Two strands: the loop has `wanted()` evaluated whenever it composes a batch, and calls `work()` to export."""
+
+    decoding = False
 
     def __init__(
         self,
@@ -40,21 +42,47 @@ class PrefillJob:
         send: Callable[[ToDaemon], None],
     ) -> None:
         self.job = message.job
-        self._message = message
-        self._lane = lane
-        self._facts = facts
+        self.lane = lane
         self.ring = ring
+        self.solo = True  # the loop's to say
+        self.finished = False
+        self._message = message
+        self._facts = facts
         self._slab = slab
         self._send = send
         self._history = message.tokens[:-1]
         self._evaluated = 0
+        self._exported = 0  # tokens whose pages have all left the engine
         self._sequence = 0
-        self._marks: dict[str, float] = {}
+        self._marks = {"started": time.monotonic()}
         self._exports: list[Span] = []
-        self._work = self._run()
-        self.finished = False
+        self._work = self._export_all()
 
-    def step(self) -> bool:
+    @property
+    def remaining(self) -> int:
+        """Prompt tokens still to evaluate."""
+        return len(self._history) - self._evaluated
+
+    def wanted(self) -> Row | None:
+        """The next chunk, unless the job is over or the engine would overwrite what has not been exported."""
+        behind = self._facts.export_before_next_chunk and self._exported < self._evaluated
+        if self.finished or behind or not self.remaining:
+            return None
+        if not self._evaluated:
+            self._marks["started"] = time.monotonic()
+        end = min(self._evaluated + self._facts.chunk_tokens, len(self._history))
+        return Row(self.lane, self._history[self._evaluated : end], self._evaluated)
+
+    def evaluated(self, tokens: int, output: Output, began: float) -> None:
+        """The row that `wanted` gave has been evaluated."""
+        self._evaluated += tokens
+        now = time.monotonic()
+        self._send(ChunkDone(self.job, self._evaluated, began, now))
+        if not self.remaining:
+            self._marks["prefilled"] = now
+
+    def work(self) -> bool:
+        """One page; False when there is none, or no room for it."""
         advanced = next(self._work, None)
         if advanced is None:
             self.finished = True
@@ -62,54 +90,36 @@ class PrefillJob:
         return advanced
 
     def close(self) -> None:
-        """Let go of every view of ring and slab. The lane is the loop's to wipe."""
+        """Let go of every view of ring and slab. The lane is the loop's to clear."""
         self._work.close()
+        self.finished = True
 
-    # The whole job as one generator: yields True after a piece of work, False when the ring is full.
-    def _run(self) -> Generator[bool, None, None]:
-        self._marks["started"] = time.monotonic()
-        pages = self._pages()
-        page = next(pages, None)
-        while self._evaluated < len(self._history):
-            yield self._chunk()
-            while page is not None and page[1][1] <= self._evaluated:
-                if self._export(*page):
-                    page = next(pages, None)
-                elif self._facts.export_before_next_chunk:
-                    yield False
-                else:
-                    break
-        self._marks["prefilled"] = time.monotonic()
-        while page is not None:
-            if self._export(*page):
-                page = next(pages, None)
-                yield True
-            else:
+    # The whole export as one generator: yields True after a piece of work, False to wait for chunks or ring space.
+    def _export_all(self) -> Generator[bool, None, None]:
+        for spec, tokens, last in self._pages():
+            while tokens[1] > self._evaluated or not self._export(spec, tokens):
                 yield False
+            if last:
+                self._exported = tokens[1]
+            yield True
+        while self.remaining:  # a model without pages
+            yield False
         yield from self._final_components()
         yield from self._probe()
         self._finish()
 
-    def _chunk(self) -> bool:
-        start = self._evaluated
-        end = min(start + self._facts.chunk_tokens, len(self._history))
-        began = time.monotonic()
-        self._lane.prefill(self._history[start:end], start)
-        self._evaluated = end
-        self._send(ChunkDone(self.job, end, began, time.monotonic()))
-        return True
-
-    def _pages(self) -> Iterator[tuple[ComponentSpec, Range]]:
-        """Every token-range page in export order: all components of a range before the next range."""
+    def _pages(self) -> Iterator[tuple[ComponentSpec, Range, bool]]:
+        """Every token-range page in export order: all components of a range before the next range. The flag marks
+        the last of its range."""
         kinds = [s for c in (Component.ATTENTION_KV, Component.MTP_KV) if (s := self._facts.schema.spec(c))]
         n, size = len(self._history), self._facts.page_tokens
         for start in range(0, n, size):
             for spec in kinds:
-                yield spec, (start, min(start + size, n))
+                yield spec, (start, min(start + size, n)), spec is kinds[-1]
 
     def _export(self, spec: ComponentSpec, tokens: Range) -> bool:
         def write(view: memoryview) -> None:
-            self._lane.export_page(spec.component, tokens, view)
+            self.lane.export_page(spec.component, tokens, view)
 
         return self._record(spec, tokens, write)
 
@@ -154,7 +164,7 @@ class PrefillJob:
         schema, everything = self._facts.schema, (0, len(self._history))
         if self._slab is not None:
             yield from self._snapshot(self._slab)
-        writers = {Component.MTP_HIDDEN: self._lane.export_hidden, Component.TOKENS: self._write_tokens}
+        writers = {Component.MTP_HIDDEN: self.lane.export_hidden, Component.TOKENS: self._write_tokens}
         for component, write in writers.items():
             if spec := schema.spec(component):
                 while not self._record(spec, everything, write):
@@ -169,7 +179,7 @@ class PrefillJob:
         schema = self._facts.schema
         began = time.monotonic()
         blob = slab.view(0, schema.snapshot_bytes())
-        self._lane.export_snapshot(blob)
+        self.lane.export_snapshot(blob)
         self._exports.append((began, time.monotonic(), len(blob)))
         for component in (Component.CONVOLUTION, Component.RECURRENT):
             if spec := schema.spec(component):
@@ -189,19 +199,20 @@ class PrefillJob:
         if not self._message.probe or spec is None:
             return
         self._marks["probe_started"] = time.monotonic()
-        rows = [self._lane.probe(self._message.tokens[-1], len(self._history))]
-        if (mtp := self._lane.mtp_logits()) is not None:
+        rows = [self.lane.probe(self._message.tokens[-1], len(self._history))]
+        if (mtp := self.lane.mtp_logits()) is not None:
             rows.append(mtp)
+        logits = np.concatenate(rows)  # a copy: others may be evaluated before the ring has room
 
         def write(view: memoryview) -> None:
-            np.concatenate(rows, out=np.frombuffer(view, dtype=np.float32))
+            np.frombuffer(view, dtype=np.float32)[:] = logits
 
         self._marks["probe_ended"] = time.monotonic()
         while not self._record(spec, (0, len(self._history)), write):
             yield False
 
     def _finish(self) -> None:
-        positions = self._lane.positions()
+        positions = self.lane.positions()
         expected = len(self._history) - 1
         if positions.target != expected or positions.mtp not in (None, expected):
             raise EngineError("position", f"prefill ended at {positions}, the prompt's state ends at {expected}")
@@ -214,6 +225,7 @@ class PrefillJob:
                 pages=self._sequence,
                 marks=self._marks,
                 exports=tuple(self._exports),
+                solo=self.solo,
             )
         )
 

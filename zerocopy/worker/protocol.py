@@ -17,7 +17,7 @@ from typing import Final, Literal
 import msgspec
 
 from zerocopy.runtime.base import EngineFacts
-from zerocopy.worker.sampling import Sampling
+from zerocopy.worker.sampling import Sampling, TokenLogprob
 
 MAX_FRAME: Final = 72 << 20  # MAX_TOKENS token ids (64 MiB) and change
 MAX_FDS: Final = 64
@@ -59,7 +59,8 @@ class Tokenize(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True):
-    """Evaluate tokens[:-1] on the prefill lane and export everything; evaluate tokens[-1] only as the probe."""
+    """Evaluate tokens[:-1] on a free lane of the prefill pool and export everything; evaluate tokens[-1] only as the
+    probe."""
 
     job: int
     tokens: list[int]
@@ -69,6 +70,7 @@ class Prefill(msgspec.Struct, frozen=True, tag=True):
     ring: int
     slab: int | None
     probe: bool
+    lane: int = 0
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
@@ -78,7 +80,8 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
-    """Continue `tokens` on the decode lane. With `ring` None the prompt is evaluated here; else it is imported."""
+    """Continue `tokens` on a free lane of the decode pool. With `ring` None the prompt is evaluated here; else it is
+    imported."""
 
     job: int
     tokens: list[int]
@@ -89,7 +92,8 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     ring: int | None = None
     slab: int | None = None
     probe: bool = False
-    same_class: bool = False  # both hosts are of one exactness class: the probe must be bit-equal
+    lane: int = 0
+    return_tokens: bool = False
 
 
 class StateComplete(msgspec.Struct, frozen=True, tag=True):
@@ -167,6 +171,7 @@ class Prefilled(msgspec.Struct, frozen=True, tag=True):
     pages: int
     marks: dict[str, float]
     exports: tuple[Span, ...]
+    solo: bool  # no other sequence was in the pool: nothing but the prompt decided the last bit
 
 
 class Imported(msgspec.Struct, frozen=True, tag=True):
@@ -175,22 +180,23 @@ class Imported(msgspec.Struct, frozen=True, tag=True):
     job: int
     marks: dict[str, float]
     imports: tuple[Span, ...]
+    solo: bool  # as in `Prefilled`
 
 
 class Verified(msgspec.Struct, frozen=True, tag=True):
-    """What the comparison with the source's probe gave: `exact`, or the relative rms error."""
+    """What the comparison with the source's probe gave: `exact`, or the relative rms error. What to think of it is
+    the daemon's to say."""
 
     job: int
-    ok: bool
     exact: bool
     error: float
-    detail: str
 
 
 class TextDelta(msgspec.Struct, frozen=True, tag=True):
     job: int
     text: str
     tokens: int
+    logprob: TokenLogprob | None = None  # of the token, where they were asked for
 
 
 class Generated(msgspec.Struct, frozen=True, tag=True):
@@ -200,16 +206,17 @@ class Generated(msgspec.Struct, frozen=True, tag=True):
     prompt_tokens_evaluated: int  # on this host, after the import: the engine's own count
     marks: dict[str, float]
     proof: dict[str, object] | None
+    tokens: tuple[int, ...] = ()  # all that were chosen, where they were asked for
 
 
 class Dropped(msgspec.Struct, frozen=True, tag=True):
-    """The worker holds nothing of this job any more: no engine state, no view of its ring or slab."""
+    """The worker holds nothing of this job any more: no sequence, no view of its ring or slab."""
 
     job: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """This job failed, the worker lives and its lane is wiped; `Release` still ends the job."""
+    """This job failed, the worker lives and its lane is cleared; `Release` still ends the job."""
 
     job: int
     reason: str

@@ -1,17 +1,24 @@
-"""Chooses the next token from logits: greedy, temperature, top-k, top-p, min-p, with a seed.
+"""Chooses the next token from logits: bias and penalties, then greedy, or temperature, top-k, top-p, min-p with a seed.
 
-Pure numpy on one row of logits; owns the random generator of one request and nothing else. Filters apply in the
+Pure numpy on one row of logits; owns the random generator and the token counts of one request. Filters apply in the
 order llama.cpp and most servers use: temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Final
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
+
+MAX_LOGPROBS: Final = 20  # alternatives told per token
+
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], Annotated[float, Meta(ge=-100, le=100)]]  # token id, added
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -22,22 +29,68 @@ class Sampling(msgspec.Struct, frozen=True):
     top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
+    presence_penalty: Penalty = 0.0  # taken off the logit of every token generated before
+    frequency_penalty: Penalty = 0.0  # the same, as often as it was
+    repeat_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0  # divides logits of tokens of prompt and answer
+    logit_bias: Annotated[tuple[Bias, ...], Meta(max_length=1024)] = ()
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None  # alternatives told with each token
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """A token's bytes and its probability before filters, as a logarithm; `top` are the likeliest, itself or not."""
+
+    text: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...] = ()
 
 
 class Sampler:
     """Sampling state of one request."""
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, prompt: Sequence[int] = ()) -> None:
         self._sampling = sampling
         self._rng = np.random.default_rng(sampling.seed)
+        self._generated: Counter[int] = Counter()
+        self._seen = set(prompt) if sampling.repeat_penalty != 1 else set[int]()
 
     def choose(self, logits: NDArray[np.float32]) -> int:
+        token = self._choose(self._adjusted(logits))
+        self._generated[token] += 1
+        self._seen.add(token)
+        return token
+
+    def _adjusted(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """With bias and penalties; the engine's own row stays as it is."""
+        s = self._sampling
+        if not s.logit_bias and s.repeat_penalty == 1 and not (s.presence_penalty or s.frequency_penalty):
+            return logits
+        logits = logits.copy()
+        for token, bias in s.logit_bias:
+            if token < len(logits):
+                logits[token] += bias
+        if s.repeat_penalty != 1 and self._seen:
+            seen = np.fromiter(self._seen, np.int64)
+            logits[seen] = np.where(logits[seen] > 0, logits[seen] / s.repeat_penalty, logits[seen] * s.repeat_penalty)
+        for token, count in self._generated.items():
+            logits[token] -= s.presence_penalty + count * s.frequency_penalty
+        return logits
+
+    def _choose(self, logits: NDArray[np.float32]) -> int:
         if self._sampling.temperature <= 0:
             return int(logits.argmax())
         tokens, weights = _survivors(logits, self._sampling)
         bounds = np.cumsum(weights)
         # Each token owns the interval that ends at its bound; one without weight owns nothing, hence "right".
         return int(tokens[np.searchsorted(bounds[:-1], self._rng.random() * bounds[-1], side="right")])
+
+
+def log_probabilities(logits: NDArray[np.float32], token: int, top: int) -> tuple[float, list[tuple[int, float]]]:
+    """Of `token`, and the `top` likeliest tokens with theirs: natural logarithms of the softmax."""
+    shifted = logits.astype(np.float64) - logits.max()
+    shifted -= np.log(np.exp(shifted).sum())
+    likeliest = np.argpartition(shifted, -top)[-top:] if 0 < top < len(shifted) else np.arange(min(top, len(shifted)))
+    order = likeliest[np.argsort(-shifted[likeliest], kind="stable")]
+    return float(shifted[token]), [(int(t), float(shifted[t])) for t in order]
 
 
 def _survivors(logits: NDArray[np.float32], sampling: Sampling) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

@@ -31,7 +31,6 @@ from zerocopy.handoff.components import MAX_TOKENS, Component, ComponentSpec
 from zerocopy.runtime.base import EngineError
 
 MAGIC: Final = 0xAF143CD8
-LIVE_SEQUENCE: Final = 0  # snapshots are of the live sequence
 PAGE_SEQUENCE: Final = 1  # pages are of the scratch sequence that ranges are copied to
 
 _PAGE_HEADER: Final = 8
@@ -112,11 +111,11 @@ def snapshot_specs(recurrent: Recurrent) -> tuple[ComponentSpec, ComponentSpec]:
 SNAPSHOT_PREFIX_BYTES: Final = _SNAPSHOT_PREFIX.size
 
 
-def write_snapshot_prefix(blob: memoryview, geometry: Geometry, n_tokens: int) -> None:
+def write_snapshot_prefix(blob: memoryview, geometry: Geometry, sequence: int, n_tokens: int) -> None:
     """The importing host writes the prefix itself: it never travels."""
     assert geometry.recurrent is not None
     _SNAPSHOT_PREFIX.pack_into(
-        blob, 0, MAGIC, LIVE_SEQUENCE, 1, n_tokens - 1, 0, 0, geometry.recurrent.model_layers
+        blob, 0, MAGIC, sequence, 1, n_tokens - 1, 0, 0, geometry.recurrent.model_layers
     )  # fmt: skip
 
 
@@ -146,12 +145,13 @@ def _check_page(walk: _Walk, geometry: Geometry, tokens: tuple[int, int], n_voca
         _check_recurrent(walk, geometry.recurrent, 0)
 
 
-def check_snapshot(blob: memoryview, geometry: Geometry, n_tokens: int) -> None:
-    """Raise EngineError `blob` unless `blob` is exactly a recurrent snapshot after `n_tokens` tokens."""
+def check_snapshot(blob: memoryview, geometry: Geometry, sequence: int, n_tokens: int) -> None:
+    """Raise EngineError `blob` unless `blob` is exactly a recurrent snapshot of that sequence after `n_tokens`
+    tokens. The prefix, which names the sequence, is this host's own."""
     assert geometry.recurrent is not None
     walk = _Walk(blob)
     walk.expect("magic", "<I", MAGIC)
-    walk.expect("sequence", "<i", LIVE_SEQUENCE)
+    walk.expect("sequence", "<i", sequence)
     walk.expect("recurrent cell count", "<I", 1)
     walk.expect("position", "<i", n_tokens - 1)
     walk.expect("sequences of the cell", "<I", 0)
@@ -246,13 +246,13 @@ class _WritingWalk(_Walk):
             cells["token"] = 0
 
 
-def discover(blob: memoryview, *, kv_caches: int, recurrent: bool, m_rope: bool) -> Geometry:
+def discover(blob: memoryview, sequence: int, *, kv_caches: int, recurrent: bool, m_rope: bool) -> Geometry:
     """Geometry from a full blob that this host's engine just wrote of one sequence of at least one token.
 
     Raises EngineError `blob` when the bytes do not add up, which means the family's layout is not what we think."""
     walk = _Walk(blob)
     walk.expect("magic", "<I", MAGIC)
-    walk.expect("sequence", "<i", LIVE_SEQUENCE)
+    walk.expect("sequence", "<i", sequence)
     empty = Geometry((), None, m_rope)
     caches = tuple(_discover_cache(walk, empty.cell.itemsize) for _ in range(kv_caches))
     section = _discover_recurrent(walk) if recurrent else None

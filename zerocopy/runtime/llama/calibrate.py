@@ -17,10 +17,11 @@ from zerocopy.runtime.base import EngineError, Logits
 from zerocopy.runtime.llama import blob
 from zerocopy.runtime.llama.abi import Library
 from zerocopy.runtime.llama.blob import Geometry
-from zerocopy.runtime.llama.context import N_CTX_STEP, Context, ContextOptions
+from zerocopy.runtime.llama.context import FIRST_LIVE_SEQUENCE, N_CTX_STEP, Context, ContextOptions, Run
 from zerocopy.runtime.llama.family import Family
 from zerocopy.runtime.llama.lane import LaneModel, LlamaLane
 from zerocopy.runtime.llama.mtp import MtpFollower
+from zerocopy.runtime.llama.pool import LlamaPool
 
 _TOKENS: Final = (0, 1, 0)  # any tokens do; every vocabulary has these
 _PAGES: Final = ((0, 2), (2, 3))
@@ -30,7 +31,9 @@ _SMALL: Final = 16  # tokens per engine call here
 def measure(library: Library, model: Any, family: Family, options: ContextOptions) -> LaneModel:
     """What every lane of this model needs. Raises EngineError `family-layout` or `calibration`."""
     _check_kind(library, model, family)
-    small = msgspec.structs.replace(options, n_ctx=N_CTX_STEP, chunk_tokens=min(_SMALL, options.chunk_tokens))
+    small = msgspec.structs.replace(
+        options, n_ctx=N_CTX_STEP, sequences=1, cells=N_CTX_STEP, chunk_tokens=min(_SMALL, options.chunk_tokens)
+    )
     geometries, specs = _discover(library, model, family, small)
     n_vocab = library.c.llama_vocab_n_tokens(library.c.llama_model_get_vocab(model))
     if family.mtp:
@@ -98,18 +101,20 @@ def _geometry_of(
     """Read `context`'s geometry off its blob of three tokens, then foretell its size at four."""
 
     def evaluate(token: int, position: int) -> None:
-        target.decode([token], position)
+        run = Run(FIRST_LIVE_SEQUENCE, [token], position)
+        target.decode([run])
         if follower:
-            follower.follow([token], position, output=False)
+            follower.follow([run])
 
     target.clear()
     if follower:
         follower.clear()
     for position, token in enumerate(_TOKENS):
         evaluate(token, position)
-    geometry = blob.discover(memoryview(context.full_state()), kv_caches=kv_caches, recurrent=recurrent, m_rope=m_rope)
+    state = memoryview(context.full_state(FIRST_LIVE_SEQUENCE))
+    geometry = blob.discover(state, FIRST_LIVE_SEQUENCE, kv_caches=kv_caches, recurrent=recurrent, m_rope=m_rope)
     evaluate(0, len(_TOKENS))
-    foretold, found = blob.full_bytes(geometry, len(_TOKENS) + 1), len(context.full_state())
+    foretold, found = blob.full_bytes(geometry, len(_TOKENS) + 1), len(context.full_state(FIRST_LIVE_SEQUENCE))
     if foretold != found:
         raise EngineError("calibration", f"a state of 4 tokens should be {foretold} bytes, the engine says {found}")
     return geometry
@@ -118,7 +123,8 @@ def _geometry_of(
 def _round_trip(model: LaneModel) -> None:
     """Export, import, re-export and continue: the production path, on this library and this model."""
     key = secrets.token_bytes(16)
-    lane = LlamaLane(model)
+    pool = LlamaPool(model)
+    lane = pool.lane(0)
     try:
         lane.prefill(_TOKENS, 0)
         pages, snapshot, hidden = _export(lane, model.schema)
@@ -133,7 +139,7 @@ def _round_trip(model: LaneModel) -> None:
         if lane.state_digests(key) != before or _next(lane) != expected:
             raise EngineError("calibration", "the engine's state does not survive export and import bit for bit")
     finally:
-        lane.close()
+        pool.close()
 
 
 def _export(

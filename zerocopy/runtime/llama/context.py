@@ -1,8 +1,9 @@
 """One engine context as Python sees it: decode, copy between sequences, read and write state. Typed, and nothing more.
 
-Sequences: 0 live, 1 scratch for pages, 2 always empty, 3 for probes. The cache is unified: with one stream per
-sequence a copy of a token range aborts the process. Whoever calls has checked positions and bytes before: the engine
-does not. One thread. Owns the context's memory until `close`.
+Sequences: 0 always empty, 1 scratch for pages, 2 for probes, live ones from `FIRST_LIVE_SEQUENCE` on. The cache is
+unified, all sequences share its cells: with one stream per sequence a copy of a token range aborts the process.
+Whoever calls has checked positions and bytes before: the engine does not. One thread. Owns the context's memory until
+`close`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import numpy as np
 
 from zerocopy.runtime.base import EngineError, Logits
 from zerocopy.runtime.llama.abi import Library
-from zerocopy.runtime.llama.blob import LIVE_SEQUENCE, PAGE_SEQUENCE
+from zerocopy.runtime.llama.blob import PAGE_SEQUENCE
 
-_EMPTY_SEQUENCE: Final = 2
-PROBE_SEQUENCE: Final = 3
-SEQUENCES: Final = 4
+_EMPTY_SEQUENCE: Final = 0
+PROBE_SEQUENCE: Final = 2
+FIRST_LIVE_SEQUENCE: Final = 3
+MAX_LIVE_SEQUENCES: Final = 253  # the engine's own limit is 256 sequences in all
 _RECURRENT_ONLY: Final = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 _MTP_CONTEXT: Final = 1
 N_CTX_STEP: Final = 256  # the engine rounds context sizes up to this
@@ -29,12 +31,31 @@ KV_TYPES: Final = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}  # ggml type numbe
 
 
 class ContextOptions(msgspec.Struct, frozen=True):
-    n_ctx: int
+    n_ctx: int  # tokens one sequence may hold
+    sequences: int  # live ones
+    cells: int  # tokens all sequences together may hold
     chunk_tokens: int
     kv_type_k: str
     kv_type_v: str
     flash_attention: bool
     threads: int
+
+    @property
+    def batch_tokens(self) -> int:
+        """One chunk of a prompt beside one token of every other sequence."""
+        return self.chunk_tokens + self.sequences
+
+    @property
+    def engine_sequences(self) -> int:
+        return FIRST_LIVE_SEQUENCE + self.sequences
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Consecutive tokens of one sequence, as part of a batch."""
+
+    sequence: int
+    tokens: Sequence[int]
+    start: int
 
 
 class Context:
@@ -43,31 +64,33 @@ class Context:
         self._c = library.c
         self.handle = self._c.llama_init_from_model(model, _parameters(library, options, mtp))
         if self.handle == library.ffi.NULL:
-            raise library.failure("engine-context", f"the engine cannot make a context of {options.n_ctx} tokens")
+            raise library.failure("engine-context", f"the engine cannot make a context of {options.cells} tokens")
         self._memory = self._c.llama_get_memory(self.handle)
         self._n_vocab = self._c.llama_vocab_n_tokens(self._c.llama_model_get_vocab(model))
-        self._batch = self._c.llama_batch_init(options.chunk_tokens, 0, 1)
-        self._capacity = options.chunk_tokens
+        self._batch = self._c.llama_batch_init(options.batch_tokens, 0, 1)
+        self._capacity = options.batch_tokens
         self._check_echo(options)
 
-    def decode(self, tokens: Sequence[int], start: int, sequence: int = LIVE_SEQUENCE) -> None:
-        """Evaluate tokens at start, start + 1, ...; logits are kept of the last one."""
-        count, batch = len(tokens), self._batch
-        assert 0 < count <= self._capacity
-        batch.n_tokens = count
-        for i, token in enumerate(tokens):
-            batch.token[i] = token
-            batch.pos[i] = start + i
-            batch.n_seq_id[i] = 1
-            batch.seq_id[i][0] = sequence
-            batch.logits[i] = i == count - 1
+    def decode(self, runs: Sequence[Run]) -> None:
+        """Evaluate all runs in one engine call; logits are kept of the last token of each."""
+        batch, at = self._batch, 0
+        assert 0 < sum(len(run.tokens) for run in runs) <= self._capacity
+        for run in runs:
+            for i, token in enumerate(run.tokens):
+                batch.token[at] = token
+                batch.pos[at] = run.start + i
+                batch.n_seq_id[at] = 1
+                batch.seq_id[at][0] = run.sequence
+                batch.logits[at] = i == len(run.tokens) - 1
+                at += 1
+        batch.n_tokens = at
         code = self._c.llama_decode(self.handle, batch)
         if code:
-            raise self._library.failure("engine-decode", f"decoding {count} tokens at {start} failed with {code}")
+            raise self._library.failure("engine-decode", f"decoding {at} tokens of {len(runs)} failed with {code}")
 
-    def logits(self) -> Logits:
-        """F32[n_vocab] of the last decode, in the engine's memory: valid until the next one."""
-        return self._row(self._c.llama_get_logits_ith(self.handle, -1), self._n_vocab)
+    def logits(self, index: int = -1) -> Logits:
+        """F32[n_vocab] of the token at `index` of the last batch, in the engine's memory: valid until the next one."""
+        return self._row(self._c.llama_get_logits_ith(self.handle, index), self._n_vocab)
 
     def hidden_rows(self, count: int, width: int) -> Logits:
         """F32[count, width] hidden states of the last decode; needs `keep_hidden_rows`. In the engine's memory."""
@@ -83,52 +106,52 @@ class Context:
     def drop(self, sequence: int) -> None:
         self._c.llama_memory_seq_rm(self._memory, sequence, -1, -1)
 
-    def last_position(self) -> int:
-        return int(self._c.llama_memory_seq_pos_max(self._memory, LIVE_SEQUENCE))
+    def last_position(self, sequence: int) -> int:
+        return int(self._c.llama_memory_seq_pos_max(self._memory, sequence))
 
     @contextmanager
-    def _scratch(self, tokens: tuple[int, int]) -> Iterator[None]:
+    def _scratch(self, sequence: int, tokens: tuple[int, int]) -> Iterator[None]:
         """A copy of the range in the page sequence. The second copy, of nothing, drops the recurrent state, which a
         ranged copy drags along whole."""
-        self.copy(LIVE_SEQUENCE, PAGE_SEQUENCE, tokens)
+        self.copy(sequence, PAGE_SEQUENCE, tokens)
         self.copy(_EMPTY_SEQUENCE, PAGE_SEQUENCE)
         try:
             yield
         finally:
             self.drop(PAGE_SEQUENCE)
 
-    def export_range(self, tokens: tuple[int, int], into: memoryview) -> None:
+    def export_range(self, sequence: int, tokens: tuple[int, int], into: memoryview) -> None:
         """Attention state of a token range, without any recurrent state."""
-        with self._scratch(tokens):
+        with self._scratch(sequence, tokens):
             self._read(into, PAGE_SEQUENCE, 0)
 
-    def range_size(self, tokens: tuple[int, int]) -> int:
+    def range_size(self, sequence: int, tokens: tuple[int, int]) -> int:
         """Bytes of a page by the engine's own count; slow, so only for checking formulas."""
-        with self._scratch(tokens):
+        with self._scratch(sequence, tokens):
             return int(self._c.llama_state_seq_get_size_ext(self.handle, PAGE_SEQUENCE, 0))
 
-    def recurrent_size(self) -> int:
-        return int(self._c.llama_state_seq_get_size_ext(self.handle, LIVE_SEQUENCE, _RECURRENT_ONLY))
+    def recurrent_size(self, sequence: int) -> int:
+        return int(self._c.llama_state_seq_get_size_ext(self.handle, sequence, _RECURRENT_ONLY))
 
-    def import_range(self, page: memoryview) -> None:
-        """Append a checked page to the live sequence. On a hybrid this drops the live recurrent state."""
+    def import_range(self, sequence: int, page: memoryview) -> None:
+        """Append a checked page to the sequence. On a hybrid this drops its recurrent state."""
         try:
             self._write(page, PAGE_SEQUENCE, 0)
-            self.copy(PAGE_SEQUENCE, LIVE_SEQUENCE)
+            self.copy(PAGE_SEQUENCE, sequence)
         finally:
             self.drop(PAGE_SEQUENCE)
 
-    def export_recurrent(self, into: memoryview) -> None:
+    def export_recurrent(self, sequence: int, into: memoryview) -> None:
         """Always of the live sequence: taken through a copy it can be silently wrong."""
-        self._read(into, LIVE_SEQUENCE, _RECURRENT_ONLY)
+        self._read(into, sequence, _RECURRENT_ONLY)
 
-    def import_recurrent(self, blob: memoryview) -> None:
-        self._write(blob, LIVE_SEQUENCE, _RECURRENT_ONLY)
+    def import_recurrent(self, sequence: int, blob: memoryview) -> None:
+        self._write(blob, sequence, _RECURRENT_ONLY)
 
-    def full_state(self) -> bytearray:
-        """Every byte of the live sequence; for calibration on a few tokens, not for serving."""
-        blob = bytearray(self._c.llama_state_seq_get_size_ext(self.handle, LIVE_SEQUENCE, 0))
-        self._read(memoryview(blob), LIVE_SEQUENCE, 0)
+    def full_state(self, sequence: int) -> bytearray:
+        """Every byte of one sequence; for calibration on a few tokens, not for serving."""
+        blob = bytearray(self._c.llama_state_seq_get_size_ext(self.handle, sequence, 0))
+        self._read(memoryview(blob), sequence, 0)
         return blob
 
     def reset_counters(self) -> None:
@@ -171,7 +194,7 @@ class Context:
 
     def _check_echo(self, options: ContextOptions) -> None:
         """The engine read our parameters where we wrote them."""
-        wanted = (options.n_ctx, SEQUENCES, options.chunk_tokens)
+        wanted = (options.cells, options.engine_sequences, options.batch_tokens)
         found = tuple(f(self.handle) for f in (self._c.llama_n_ctx, self._c.llama_n_seq_max, self._c.llama_n_ubatch))
         if found != wanted:
             self.close()
@@ -180,9 +203,9 @@ class Context:
 
 def _parameters(library: Library, options: ContextOptions, mtp: bool) -> Any:
     p = library.c.llama_context_default_params()
-    p.n_ctx = options.n_ctx
-    p.n_batch = p.n_ubatch = options.chunk_tokens  # one engine step per chunk: bit-equality needs equal steps
-    p.n_seq_max = SEQUENCES
+    p.n_ctx = options.cells
+    p.n_batch = p.n_ubatch = options.batch_tokens  # one engine step per batch: bit-equality needs equal steps
+    p.n_seq_max = options.engine_sequences
     p.kv_unified = True
     p.swa_full = True  # old cells stay, so a page may be exported any time after it was computed
     p.flash_attn_type = int(options.flash_attention)

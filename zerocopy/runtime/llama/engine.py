@@ -1,6 +1,6 @@
 """llama.cpp as a `Runtime`: one loaded model, its facts and identity, its tokenizer.
 
-Owns the model's weights and every lane opened on it; `close` releases all, at once and more than once if need be.
+Owns the model's weights and every pool of lanes opened on it; `close` releases all, and may be called again.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ from zerocopy.runtime.file_digest import file_sha256
 from zerocopy.runtime.gguf_header import GgufHeader, read_header
 from zerocopy.runtime.llama.abi import BLOB_FORMAT, PACKAGE, PACKAGE_VERSION, Library, open_library
 from zerocopy.runtime.llama.calibrate import measure
-from zerocopy.runtime.llama.context import KV_TYPES, N_CTX_STEP, SEQUENCES, ContextOptions
+from zerocopy.runtime.llama.context import KV_TYPES, MAX_LIVE_SEQUENCES, N_CTX_STEP, ContextOptions
 from zerocopy.runtime.llama.family import family_of
-from zerocopy.runtime.llama.lane import LlamaLane
+from zerocopy.runtime.llama.lane import LaneModel, LlamaLane
+from zerocopy.runtime.llama.pool import LlamaPool
 
 _MAX_PIECE_BYTES: Final = 256
 _MAX_CTX: Final = 1 << 22
+_MIN_CHUNK: Final = 4  # the engine aborts on batches smaller than its scratch sequences
 
 
 class LlamaOptions(msgspec.Struct, frozen=True):
     """How to run a model. All but `threads` must be equal on both hosts; all must be for bit-equality."""
 
-    n_ctx: int = 4096  # rounded up to a multiple of 256
+    n_ctx: int = 4096  # of one sequence; rounded up to a multiple of 256
+    sequences: int = 1  # live at once, per pool of lanes
+    kv_tokens: int = 0  # all sequences of a pool together; 0: twice n_ctx, or n_ctx for one sequence
     chunk_tokens: int = 256
     page_tokens: int = 64  # at most; sliding-window models may need smaller pages
     kv_type_k: str = "f16"
@@ -49,7 +53,7 @@ class LlamaRuntime:
         header = read_header(path)
         family = family_of(header, mtp=options.mtp)
         self._library = open_library()
-        self._lanes: list[LlamaLane] = []
+        self._pools: list[LlamaPool] = []
         self._model = _load(self._library, path, load_mtp=family.mtp)
         self._vocab = self._library.c.llama_model_get_vocab(self._model)
         try:
@@ -60,11 +64,19 @@ class LlamaRuntime:
             self.close()
             raise
 
+    def open_pool(self) -> LlamaPool:
+        return self._open(self._lane_model)
+
     def open_lane(self) -> LlamaLane:
+        """A pool of one: for measuring, where nobody shares."""
+        alone = msgspec.structs.replace(self._lane_model.options, sequences=1, cells=self._lane_model.options.n_ctx)
+        return self._open(msgspec.structs.replace(self._lane_model, options=alone)).lane(0)
+
+    def _open(self, model: LaneModel) -> LlamaPool:
         self._check_open()
-        lane = LlamaLane(self._lane_model)
-        self._lanes.append(lane)
-        return lane
+        pool = LlamaPool(model)
+        self._pools.append(pool)
+        return pool
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         self._check_open()
@@ -91,8 +103,8 @@ class LlamaRuntime:
         return bool(self._library.c.llama_vocab_is_eog(self._vocab, token))
 
     def close(self) -> None:
-        while self._lanes:
-            self._lanes.pop().close()
+        while self._pools:
+            self._pools.pop().close()
         if self._model is not None:
             self._library.c.llama_model_free(self._model)
             self._model = None
@@ -115,6 +127,10 @@ class LlamaRuntime:
             schema=lane.schema,
             model_name=header.name or path.stem,
             n_ctx=lane.options.n_ctx,
+            sequences=lane.options.sequences,
+            kv_tokens=lane.options.cells,
+            # Cells behind a sequence's window go to whoever needs some, exported or not (the engine's `find_slot`).
+            exporting_lanes=1 if self._library.c.llama_model_n_swa(self._model) else lane.options.sequences,
             n_vocab=lane.n_vocab,
             chunk_tokens=options.chunk_tokens,
             page_tokens=_page_tokens(options, longest),
@@ -139,8 +155,8 @@ def _check_options(options: LlamaOptions) -> None:
             for wrong, sentence in (
                 (not 1 <= options.n_ctx <= _MAX_CTX, f"n_ctx {options.n_ctx} is outside 1 to {_MAX_CTX}"),
                 (
-                    options.chunk_tokens < SEQUENCES,  # the engine aborts
-                    f"chunk_tokens {options.chunk_tokens} is below {SEQUENCES}",
+                    options.chunk_tokens < _MIN_CHUNK,
+                    f"chunk_tokens {options.chunk_tokens} is below {_MIN_CHUNK}",
                 ),
                 (
                     options.page_tokens < 1 or options.chunk_tokens % options.page_tokens > 0,
@@ -149,6 +165,14 @@ def _check_options(options: LlamaOptions) -> None:
                 (
                     options.chunk_tokens > options.n_ctx,
                     f"chunk_tokens {options.chunk_tokens} exceeds n_ctx {options.n_ctx}",
+                ),
+                (
+                    not 1 <= options.sequences <= MAX_LIVE_SEQUENCES,
+                    f"sequences {options.sequences} is outside 1 to {MAX_LIVE_SEQUENCES}",
+                ),
+                (
+                    options.kv_tokens and not options.n_ctx <= options.kv_tokens <= _MAX_CTX,
+                    f"kv_tokens {options.kv_tokens} is outside n_ctx {options.n_ctx} to {_MAX_CTX}",
                 ),
                 (options.kv_type_k not in KV_TYPES, f"KV type {options.kv_type_k} is none of {', '.join(KV_TYPES)}"),
                 (options.kv_type_v not in KV_TYPES, f"KV type {options.kv_type_v} is none of {', '.join(KV_TYPES)}"),
@@ -167,14 +191,21 @@ def _check_options(options: LlamaOptions) -> None:
 
 
 def _context_options(options: LlamaOptions) -> ContextOptions:
+    n_ctx, wanted = _rounded(options.n_ctx), options.kv_tokens or options.n_ctx * min(2, options.sequences)
     return ContextOptions(
-        n_ctx=-(-options.n_ctx // N_CTX_STEP) * N_CTX_STEP,
+        n_ctx=n_ctx,
+        sequences=options.sequences,
+        cells=max(n_ctx, _rounded(wanted)),
         chunk_tokens=options.chunk_tokens,
         kv_type_k=options.kv_type_k,
         kv_type_v=options.kv_type_v,
         flash_attention=options.flash_attention,
         threads=options.threads or _physical_cores(),
     )
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // N_CTX_STEP) * N_CTX_STEP
 
 
 def _physical_cores() -> int:

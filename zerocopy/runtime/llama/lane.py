@@ -2,7 +2,7 @@
 
 For each part of the state the lane knows after how many tokens it is valid. Evaluation demands that all parts agree,
 and that the engine's own positions do: a sequence with a part missing cannot be continued, here, whatever the
-protocol above does. After an error the lane is unusable until `clear`.
+protocol above does. After an error the lane is unusable until `clear`. The engine context is the pool's.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
 
 from zerocopy.handoff.components import Component, ComponentSpec, StateSchema
-from zerocopy.runtime.base import EngineCounters, EngineError, Logits, Positions
+from zerocopy.runtime.base import EngineCounters, EngineError, Logits, Output, Positions, Row
 from zerocopy.runtime.llama import blob
 from zerocopy.runtime.llama.abi import Library
-from zerocopy.runtime.llama.blob import LIVE_SEQUENCE, Geometry
-from zerocopy.runtime.llama.context import PROBE_SEQUENCE, Context, ContextOptions
+from zerocopy.runtime.llama.blob import Geometry
+from zerocopy.runtime.llama.context import PROBE_SEQUENCE, Context, ContextOptions, Run
 from zerocopy.runtime.llama.mtp import MtpFollower
 
 _STATE: Final = (Component.ATTENTION_KV, Component.RECURRENT, Component.MTP_KV, Component.MTP_HIDDEN)
@@ -29,7 +29,7 @@ _UNKNOWN: Final = -1  # an engine call on the part began and did not end well
 
 
 class LaneModel(msgspec.Struct, frozen=True):
-    """What a lane needs of its runtime."""
+    """What a pool and its lanes need of their runtime."""
 
     library: Library
     handle: Any
@@ -39,58 +39,82 @@ class LaneModel(msgspec.Struct, frozen=True):
     n_vocab: int
 
 
+class OwningPool(Protocol):
+    """A lane's side of `LlamaPool`."""
+
+    model: LaneModel
+    target: Context
+    mtp: MtpFollower | None
+
+    def evaluate(self, rows: Sequence[Row]) -> list[Output]: ...
+
+    def dropped(self, lane: LlamaLane) -> None:
+        """This lane's sequence is over."""
+
+    def reset_counters(self) -> None: ...
+
+    def counters(self) -> EngineCounters: ...
+
+    def close(self) -> None: ...
+
+
 class LlamaLane:
-    def __init__(self, model: LaneModel) -> None:
-        self._m = model
-        self._target = Context(model.library, model.handle, model.options)
-        self._mtp: MtpFollower | None = None
+    def __init__(self, pool: OwningPool, sequence: int) -> None:
+        self.pool = pool
+        self.sequence = sequence
+        self._m = pool.model
+        self._target = pool.target
+        self._mtp = pool.mtp
         self._mtp_logits: Logits | None = None
-        if model.schema.spec(Component.MTP_KV):
-            try:
-                self._mtp = MtpFollower(model.library, model.handle, model.options, self._target)
-            except EngineError:
-                self._target.close()
-                raise
-        self._valid = {c: 0 for c in _STATE if model.schema.spec(c)}
+        self._valid = {c: 0 for c in _STATE if pool.model.schema.spec(c)}
+
+    @property
+    def used(self) -> bool:
+        """Holds any state, or may."""
+        return any(self._valid.values())
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
     def prefill(self, tokens: Sequence[int], start: int) -> None:
-        if not 0 < len(tokens) <= self._m.options.chunk_tokens:
-            raise EngineError(
-                "chunk-size", f"a chunk has {len(tokens)} tokens, this lane takes 1 to {self._m.options.chunk_tokens}"
-            )
-        self._evaluate(tokens, start, output=False)
+        self._evaluate(tokens, start)
+        self._mtp_logits = None
 
     def evaluate(self, token: int, position: int) -> Logits:
-        self._evaluate([token], position, output=True)
-        return self._target.logits()
+        output = self._evaluate([token], position)
+        self._mtp_logits = output.mtp_logits
+        return output.logits
 
     def mtp_logits(self) -> Logits | None:
         return self._mtp_logits
 
     def probe(self, token: int, position: int) -> Logits:
-        self._require([token], position)
-        self._target.copy(LIVE_SEQUENCE, PROBE_SEQUENCE)
+        self.check([token], position)
+        self._target.copy(self.sequence, PROBE_SEQUENCE)
         try:
-            self._target.decode([token], position, PROBE_SEQUENCE)
+            self._target.decode([Run(PROBE_SEQUENCE, [token], position)])
             logits = self._target.logits()
         finally:
             self._target.drop(PROBE_SEQUENCE)
-        self._mtp_logits = self._mtp.probe(token, position) if self._mtp else None
+        self._mtp_logits = self._mtp.probe(self.sequence, token, position) if self._mtp else None
         return logits
 
-    def _evaluate(self, tokens: Sequence[int], start: int, *, output: bool) -> None:
-        self._require(tokens, start)
+    def _evaluate(self, tokens: Sequence[int], start: int) -> Output:
         self._mtp_logits = None
-        with self._changing(*self._valid, then=start + len(tokens)):
-            self._target.decode(tokens, start)
-            if self._mtp:
-                self._mtp.follow(tokens, start, output=output)
-                self._mtp_logits = self._mtp.context.logits() if output else None
+        return self.pool.evaluate([Row(self, tokens, start)])[0]
 
-    def _require(self, tokens: Sequence[int], start: int) -> None:
+    def begin_evaluation(self) -> None:
+        """The pool evaluates tokens that `check` has passed: until it is done, nothing is known."""
+        self._valid = dict.fromkeys(self._valid, _UNKNOWN)
+
+    def end_evaluation(self, tokens: int) -> None:
+        self._valid = dict.fromkeys(self._valid, tokens)
+
+    def check(self, tokens: Sequence[int], start: int) -> None:
         """The whole state stands at `start`, by our books and by the engine's, and the tokens may follow."""
+        if not 0 < len(tokens) <= self._m.options.chunk_tokens:
+            raise EngineError(
+                "chunk-size", f"a chunk has {len(tokens)} tokens, this lane takes 1 to {self._m.options.chunk_tokens}"
+            )
         for component, valid in self._valid.items():
             if valid != start:
                 raise EngineError(
@@ -116,19 +140,20 @@ class LlamaLane:
             raise EngineError(
                 "page-range", f"{component.label} of tokens {tokens} asked, the lane holds {self._valid[component]}"
             )
-        self._context(component).export_range(tokens, into)
+        self._context(component).export_range(self.sequence, tokens, into)
         # an export that a peer's check would refuse is better refused here
         blob.check_page(into, self._m.geometries[component], tokens, self._m.n_vocab)
 
     def export_snapshot(self, into: memoryview) -> None:
         self._check_snapshot_size(into)
-        self._target.export_recurrent(into)
-        blob.check_snapshot(into, self._m.geometries[Component.RECURRENT], self._valid[Component.RECURRENT])
+        self._target.export_recurrent(self.sequence, into)
+        geometry, valid = self._m.geometries[Component.RECURRENT], self._valid[Component.RECURRENT]
+        blob.check_snapshot(into, geometry, self.sequence, valid)
 
     def export_hidden(self, into: memoryview) -> None:
         if self._valid.get(Component.MTP_HIDDEN, 1) < 1:
             raise EngineError("engine-export", "no token has been evaluated, so there is no MTP hidden row to export")
-        np.copyto(self._hidden_view(into), self._follower().pending)
+        np.copyto(self._hidden_view(into), self._follower().pending(self.sequence))
 
     # -- import ----------------------------------------------------------------------------------------------------
 
@@ -146,7 +171,7 @@ class LlamaLane:
             )
         blob.check_page(payload, self._m.geometries[component], tokens, self._m.n_vocab)
         with self._changing(component, then=tokens[1]):
-            self._context(component).import_range(payload)
+            self._context(component).import_range(self.sequence, payload)
 
     def import_snapshot(self, blob_: memoryview, n_tokens: int) -> None:
         self._check_snapshot_size(blob_)
@@ -158,20 +183,21 @@ class LlamaLane:
                 "imported before the pages it would be lost",
             )
         geometry = self._m.geometries[Component.RECURRENT]
-        blob.write_snapshot_prefix(blob_, geometry, n_tokens)
-        blob.check_snapshot(blob_, geometry, n_tokens)
+        blob.write_snapshot_prefix(blob_, geometry, self.sequence, n_tokens)
+        blob.check_snapshot(blob_, geometry, self.sequence, n_tokens)
         with self._changing(Component.RECURRENT, then=n_tokens):
-            self._target.import_recurrent(blob_)
+            self._target.import_recurrent(self.sequence, blob_)
 
     def import_hidden(self, row: memoryview) -> None:
         """Of the last position the MTP pages reach; so it comes after them."""
-        np.copyto(self._follower().pending, self._hidden_view(row))
+        np.copyto(self._follower().pending(self.sequence), self._hidden_view(row))
         self._valid[Component.MTP_HIDDEN] = self._valid[Component.MTP_KV]
 
     # -- state -----------------------------------------------------------------------------------------------------
 
     def positions(self) -> Positions:
-        return Positions(self._target.last_position(), self._mtp.context.last_position() if self._mtp else None)
+        mtp = self._mtp.context.last_position(self.sequence) if self._mtp else None
+        return Positions(self._target.last_position(self.sequence), mtp)
 
     def state_digests(self, key: bytes) -> dict[str, str]:
         digests = {}
@@ -182,27 +208,24 @@ class LlamaLane:
         if self._valid.get(Component.RECURRENT):
             digests |= self._snapshot_digests(key)
         if self._mtp:
-            digests[Component.MTP_HIDDEN.label] = _digest(key, self._mtp.pending.data)
+            digests[Component.MTP_HIDDEN.label] = _digest(key, self._mtp.pending(self.sequence).data)
         return digests
 
     def reset_counters(self) -> None:
-        self._target.reset_counters()
+        self.pool.reset_counters()
 
     def counters(self) -> EngineCounters:
-        return EngineCounters(*self._target.counters())
+        return self.pool.counters()
 
     def clear(self) -> None:
-        self._target.clear()
-        if self._mtp:
-            self._mtp.clear()
         self._mtp_logits = None
+        self.pool.dropped(self)
         self._valid = dict.fromkeys(self._valid, 0)
 
     def close(self) -> None:
+        """End the whole pool: for one that `open_lane` gave."""
         self._mtp_logits = None
-        if self._mtp:
-            self._mtp.close()
-        self._target.close()
+        self.pool.close()
 
     def fill(self, component: Component, tokens: tuple[int, int]) -> None:
         """Append a page of zeros: for measuring, not for serving."""
@@ -213,11 +236,11 @@ class LlamaLane:
 
     def page_size(self, component: Component, tokens: tuple[int, int]) -> int:
         """By the engine's own count."""
-        return self._context(component).range_size(tokens)
+        return self._context(component).range_size(self.sequence, tokens)
 
     def snapshot_size(self) -> int:
         """By the engine's own count."""
-        return self._target.recurrent_size()
+        return self._target.recurrent_size(self.sequence)
 
     # -- details ---------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """Keeps a model's MTP head in step with its target, so that its state can move too.
 
 The head has a context of its own. After the target has evaluated tokens, the head evaluates the same tokens, each
-with the target's hidden row of the token *before* it; the last row stays pending for the next call. That row is
-state: without it a handoff leaves the target right and every later draft silently worse.
-Owns the head's context and one chunk of hidden rows.
+with the target's hidden row of the token *before* it; the last row of each sequence stays pending for its next call.
+That row is state: without it a handoff leaves the target right and every later draft silently worse.
+Owns the head's context, one batch of hidden rows and one pending row per sequence.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import numpy as np
 
 from zerocopy.runtime.base import Logits
 from zerocopy.runtime.llama.abi import Library
-from zerocopy.runtime.llama.blob import LIVE_SEQUENCE
-from zerocopy.runtime.llama.context import PROBE_SEQUENCE, Context, ContextOptions
+from zerocopy.runtime.llama.context import PROBE_SEQUENCE, Context, ContextOptions, Run
 
 _DECODE: Final = 1  # LLAMA_PROCESS_TYPE_DECODE
 
@@ -30,36 +29,50 @@ class MtpFollower:
         target.keep_hidden_rows(only_outputs=False)
         self.context.keep_hidden_rows(only_outputs=True)
         self._width = self._c.llama_model_n_embd_out(model)
-        # row 0 is the pending row; row i + 1 follows token i of a chunk
-        self._rows = np.zeros((options.chunk_tokens + 1, self._width), np.float32)
+        self._pending = np.zeros((options.engine_sequences, self._width), np.float32)
+        self._rows = np.zeros((options.batch_tokens, self._width), np.float32)  # what each token of a batch is given
         self._inputs = [self._input(row) for row in self._rows]
         self._batch: Any = self._c.llama_batch_ext_init(self.context.handle)
         self._position: Any = library.ffi.new("llama_pos *")
 
-    @property
-    def pending(self) -> Logits:
+    def pending(self, sequence: int) -> Logits:
         """F32[n_embd], writable."""
-        row: Logits = self._rows[0]
+        row: Logits = self._pending[sequence]
         return row
 
-    def follow(self, tokens: Sequence[int], start: int, *, output: bool) -> None:
-        """The target has just evaluated `tokens`; `output` asks for logits of the last."""
-        count = len(tokens)
-        self._rows[1 : count + 1] = self._target.hidden_rows(count, self._width)
-        self._process(tokens, start, LIVE_SEQUENCE, output)
-        self._rows[0] = self._rows[count]
+    def follow(self, runs: Sequence[Run]) -> None:
+        """The target has just evaluated `runs`; logits are kept of the last token of each."""
+        total = sum(len(run.tokens) for run in runs)
+        hidden = self._target.hidden_rows(total, self._width)
+        at = 0
+        for run in runs:
+            count = len(run.tokens)
+            self._rows[at] = self._pending[run.sequence]
+            self._rows[at + 1 : at + count] = hidden[at : at + count - 1]
+            at += count
+        self._process(runs)
+        at = 0
+        for run in runs:
+            at += len(run.tokens)
+            self._pending[run.sequence] = hidden[at - 1]
 
-    def probe(self, token: int, position: int) -> Logits:
+    def probe(self, sequence: int, token: int, position: int) -> Logits:
         """What `follow` would give for one token, on a copy: context and pending row stay as they are."""
-        self.context.copy(LIVE_SEQUENCE, PROBE_SEQUENCE)
+        self.context.copy(sequence, PROBE_SEQUENCE)
+        self._rows[0] = self._pending[sequence]
         try:
-            self._process([token], position, PROBE_SEQUENCE, output=True)
+            self._process([Run(PROBE_SEQUENCE, [token], position)])
             return self.context.logits()
         finally:
             self.context.drop(PROBE_SEQUENCE)
 
+    def drop(self, sequence: int) -> None:
+        self.context.drop(sequence)
+        self._pending[sequence] = 0
+
     def clear(self) -> None:
         self.context.clear()
+        self._pending[:] = 0
         self._rows[:] = 0
         self._c.llama_batch_ext_clear(self._batch)
 
@@ -68,25 +81,28 @@ class MtpFollower:
             self._c.llama_batch_ext_free(self._batch)
             self._batch = None
         self.context.close()
+        self._pending[:] = 0
         self._rows[:] = 0
 
-    def _process(self, tokens: Sequence[int], start: int, sequence: int, output: bool) -> None:
-        c, batch = self._c, self._batch
+    def _process(self, runs: Sequence[Run]) -> None:
+        c, batch, at = self._c, self._batch, 0
         c.llama_batch_ext_clear(batch)
-        for i, token in enumerate(tokens):
-            self._position[0] = start + i
-            index = c.llama_batch_ext_add_token(batch, sequence, token)
-            accepted = (
-                index == i
-                and c.llama_batch_ext_set_embd_state(batch, i, self._inputs[i])
-                and c.llama_batch_ext_set_pos(batch, i, self._position)
-            )
-            if not accepted:
-                raise self._library.failure("engine-mtp", f"the MTP head refused token {i} of {len(tokens)}")
-            c.llama_batch_ext_set_output_logits(batch, i, output and i == len(tokens) - 1)
+        for run in runs:
+            for i, token in enumerate(run.tokens):
+                self._position[0] = run.start + i
+                index = c.llama_batch_ext_add_token(batch, run.sequence, token)
+                accepted = (
+                    index == at
+                    and c.llama_batch_ext_set_embd_state(batch, at, self._inputs[at])
+                    and c.llama_batch_ext_set_pos(batch, at, self._position)
+                )
+                if not accepted:
+                    raise self._library.failure("engine-mtp", f"the MTP head refused token {i} of {len(run.tokens)}")
+                c.llama_batch_ext_set_output_logits(batch, at, i == len(run.tokens) - 1)
+                at += 1
         code = c.llama_process(self.context.handle, _DECODE, batch)
         if code:
-            raise self._library.failure("engine-mtp", f"the MTP head failed on {len(tokens)} tokens with {code}")
+            raise self._library.failure("engine-mtp", f"the MTP head failed on {at} tokens with {code}")
 
     def _input(self, row: Logits) -> Any:
         """The engine's view of one hidden row; `_rows` outlives it."""

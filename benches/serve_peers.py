@@ -1,0 +1,148 @@
+"""Serving beside llama.cpp's own server, in one run: `python benches/serve_peers.py`, JSON on stdout.
+
+Three servers with one model, one engine build and the same threads: this program with local prompts, this program with
+prompts handed over from a second host on this machine, and the server inside the `xllamacpp` wheel. Each is asked the
+same requests at the same concurrency, in rounds that alternate between them; medians are reported. Prompts alone give
+the prefill rate, answers to short prompts the decode rate, both together first-token times and gaps.
+Owns the servers' processes and a folder for their keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from zerocopy.cli.bench_serve import Seen, Target, closed_loop
+from zerocopy.cli.hosts import Hosts, smollm2
+from zerocopy.cli.measuring import median, quantiles
+from zerocopy.cli.workload import Arrival
+
+PROMPT: Final = 384
+OUTPUT: Final = 48
+WORDS: Final = 40_000  # below SmolLM2's vocabulary
+N_CTX: Final = 1024
+
+PEER: Final = """
+import os, sys, time
+import xllamacpp as x
+model, threads, slots, chunk = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+p = x.CommonParams()
+p.model.path = model
+p.n_parallel, p.n_ctx, p.n_batch, p.n_ubatch = slots, slots * 1024, chunk, chunk
+p.cpuparams.n_threads = p.cpuparams_batch.n_threads = threads
+p.n_gpu_layers, p.cache_ram_mib, p.port, p.hostnames = 0, 0, 0, ["127.0.0.1"]
+server = x.Server(p)
+print("LISTENING", server.listening_address, flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+
+
+@contextlib.contextmanager
+def peer(threads: int, slots: int, chunk: int) -> Iterator[str]:
+    """llama.cpp's server; yields its address."""
+    command = [sys.executable, "-c", PEER, str(smollm2()), str(threads), str(slots), str(chunk)]
+    environment = {"OMP_WAIT_POLICY": "passive", **os.environ}  # as our worker has it: spinning costs both the same
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    )
+    assert process.stdin and process.stdout
+    try:
+        for line in process.stdout:
+            if line.startswith("LISTENING "):
+                yield line.split(" ", 1)[1].strip().rstrip("/")
+                return
+        raise SystemExit("llama.cpp's server did not start")
+    finally:
+        process.stdin.close()
+        process.wait(20)
+
+
+def ask_all(target: Target, concurrency: int, prompt: int, output: int, each: int) -> tuple[list[Seen], float]:
+    """Requests and the seconds that all of them took."""
+    load = [Arrival(0.0, prompt, output)] * (concurrency * each)
+    seen = asyncio.run(closed_loop(target, load, concurrency))
+    failed = {one.failure for one in seen if one.failure}
+    if failed:
+        raise SystemExit(f"{target.url} failed: {', '.join(sorted(failed))}")
+    return seen, max(one.ended for one in seen) - min(one.sent for one in seen)
+
+
+def measure(target: Target, concurrency: int, each: int) -> dict[str, float]:
+    prefilled, prefill_s = ask_all(target, concurrency, PROMPT, 1, each)
+    decoded, _ = ask_all(target, concurrency, 8, OUTPUT, each)
+    mixed, _ = ask_all(target, concurrency, PROMPT, OUTPUT, each)
+    first = min(one.pieces[0] for one in decoded)
+    last = max(one.pieces[-1] for one in decoded)
+    gaps = quantiles([b - a for one in mixed for a, b in pairwise(one.pieces)], 5)
+    ttft = quantiles([one.ttft_s for one in mixed], 5)
+    assert gaps and ttft
+    return {
+        "prefill_tokens_per_s": sum(one.prompt_tokens for one in prefilled) / prefill_s,
+        "decode_tokens_per_s": sum(one.output_tokens - 1 for one in decoded) / (last - first),
+        "ttft_p50_s": ttft.p50,
+        "gap_p99_s": gaps.p99,
+    }
+
+
+def servers(stack: contextlib.ExitStack, threads: int, slots: int, chunk: int) -> dict[str, Target]:
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zc-peers-")))
+    hosts = stack.enter_context(Hosts(folder))
+    flags = ["--model", str(smollm2()), "--n-ctx", str(N_CTX), "--threads", str(threads), "--chunk-tokens", str(chunk),
+             "--sequences", str(slots), "--kv-tokens", str(slots * N_CTX), "--rings", str(max(2, slots))]  # fmt: skip
+    prefiller = hosts.add("prefiller", ["--role", "prefill", *flags])
+    decoder = hosts.add("decoder", ["--role", "decode", *flags], peers=[prefiller])
+    for host in (prefiller, decoder):
+        host.start()
+    prefiller.wait_ready()
+    decoder.wait_ready(connected_to=["prefiller"])
+    moved = {"x-zc-placement": "disaggregated", "x-zc-fallback": "deny"}
+    return {
+        "zc-handoff-local": Target(decoder.url, headers={"x-zc-placement": "local"}, words=WORDS),
+        "zc-handoff-disaggregated": Target(decoder.url, headers=moved, words=WORDS),
+        "llama-server": Target(stack.enter_context(peer(threads, slots, chunk)), words=WORDS),
+    }
+
+
+def run(concurrencies: Sequence[int], rounds: int, each: int, threads: int, chunk: int) -> dict[str, Any]:
+    rows = []
+    with contextlib.ExitStack() as stack:
+        targets = servers(stack, threads, max(concurrencies), chunk)
+        for target in targets.values():
+            ask_all(target, 1, 16, 2, 1)  # warm
+        for concurrency in concurrencies:
+            seen: dict[str, list[dict[str, float]]] = {name: [] for name in targets}
+            for _ in range(rounds):
+                for name, target in targets.items():
+                    seen[name].append(measure(target, concurrency, each))
+            for name, many in seen.items():
+                figures = {key: round(median([one[key] for one in many]), 4) for key in many[0]}
+                rows.append({"server": name, "concurrency": concurrency, **figures})
+                print(rows[-1], file=sys.stderr)
+    return {"rows": rows, "threads": threads, "chunk_tokens": chunk, "load": os.getloadavg()[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--concurrency", default="1,4,8", help="comma separated")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--each", type=int, default=2, help="requests one after another, per concurrent client")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--chunk-tokens", type=int, default=256, help="of an engine call, for all servers")
+    args = parser.parse_args()
+    concurrencies = [int(part) for part in args.concurrency.split(",")]
+    print(json.dumps(run(concurrencies, args.rounds, args.each, args.threads, args.chunk_tokens), indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The load's client against a served front door: what it saw is what happened."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.daemon.front_door import STARTED, ScriptedService, failure, on_uvloop, open_door
+from zerocopy.cli.bench_serve import Seen, Slo, Target, closed_loop, draw, open_loop, report
+from zerocopy.cli.workload import Arrival
+from zerocopy.daemon.requests import Delta, Finished
+
+SLO = Slo(ttft_s=1.0, tpot_s=0.1)
+FINISHED = Finished(reason="length", prompt_tokens=5, completion_tokens=3, timings={})
+
+
+def pause(seconds: float) -> object:
+    return lambda: asyncio.sleep(seconds)
+
+
+def quiet(what: str) -> None:
+    pass
+
+
+@on_uvloop
+async def test_first_token_gaps_and_counts_are_what_the_server_did() -> None:
+    script = [pause(0.05), STARTED, Delta("a", 1), pause(0.1), Delta("b", 1), Delta("", 1), FINISHED]
+    async with open_door(ScriptedService(script)) as door:  # type: ignore[arg-type]
+        seen = await open_loop(Target(f"http://{door.address}"), [Arrival(0.0, 5, 3)] * 2, quiet)
+        assert [len(request.prompt) for request in door.service.requests] == [5, 5]
+    for one in seen:
+        assert one.failure is None and one.output_tokens == 3 and len(one.pieces) == 2
+        assert 0.04 < one.ttft_s < 0.5 and 0.04 < one.tpot_s < 0.5
+    result = report(seen, SLO)
+    assert (result.requests, result.completed, result.failed) == (2, 2, {})
+    assert result.gap_s is not None and 0.09 < result.gap_s.p50 < 0.5
+
+
+@on_uvloop
+async def test_requests_start_when_the_load_says_whether_or_not_others_have_ended() -> None:
+    """Open loop: a server that is slow does not slow the load."""
+    script = [STARTED, pause(0.5), Delta("a", 1), FINISHED]
+    async with open_door(ScriptedService(script)) as door:  # type: ignore[arg-type]
+        load = [Arrival(0.05 * n, 5, 3) for n in range(6)]
+        seen = await open_loop(Target(f"http://{door.address}"), load, quiet)
+    assert max(one.sent for one in seen) < min(one.ended for one in seen)
+
+
+@on_uvloop
+async def test_a_closed_loop_has_so_many_at_once() -> None:
+    async with open_door(ScriptedService([STARTED, pause(0.05), Delta("a", 1), FINISHED])) as door:  # type: ignore[arg-type]
+        seen = await closed_loop(Target(f"http://{door.address}"), [Arrival(0.0, 5, 3)] * 6, 2)
+    assert len(seen) == 6
+    assert all(sum(a.sent < b.ended and b.sent < a.ended for b in seen) <= 3 for a in seen)
+
+
+@on_uvloop
+async def test_failures_are_counted_by_their_reason() -> None:
+    broken = ScriptedService([STARTED, Delta("a", 1), failure("link-lost")])
+    async with open_door(ScriptedService([failure("queue-full")])) as refuses, open_door(broken) as breaks:
+        seen = [
+            *await open_loop(Target(f"http://{refuses.address}"), [Arrival(0.0, 5, 3)] * 2, quiet),
+            *await open_loop(Target(f"http://{breaks.address}"), [Arrival(0.0, 5, 3)], quiet),
+            *await open_loop(Target("http://127.0.0.1:9"), [Arrival(0.0, 5, 3)], quiet),
+        ]
+    result = report(seen, SLO)
+    assert result.failed == {"connection": 1, "link-lost": 1, "queue-full": 2}
+    assert (result.completed, result.goodput_rps, result.ttft_s) == (0, 0.0, None)
+
+
+@on_uvloop
+async def test_a_server_that_is_too_slow_for_the_client_is_a_timeout() -> None:
+    async with open_door(ScriptedService([STARTED, pause(5)])) as door:  # type: ignore[arg-type]
+        seen = await open_loop(Target(f"http://{door.address}", timeout_s=0.2), [Arrival(0.0, 5, 3)], quiet)
+    assert seen[0].failure == "timeout"
+
+
+def seen_at(sent: float, ttft: float, tpot: float) -> Seen:
+    pieces = [sent + ttft + n * tpot for n in range(11)]
+    return Seen(sent, prompt_tokens=100, output_tokens=11, pieces=pieces, ended=pieces[-1])
+
+
+def test_goodput_counts_only_what_kept_both_promises() -> None:
+    seen = [seen_at(0.0, 0.5, 0.05), seen_at(1.0, 1.5, 0.05), seen_at(2.0, 0.5, 0.2), seen_at(8.0, 1.0, 0.1)]
+    result = report(seen, SLO)
+    assert result.seconds == pytest.approx(10.0)
+    assert result.goodput_rps == pytest.approx(0.2)
+    assert result.output_tokens_per_s == pytest.approx(4.4)
+    assert result.prompt_tokens_per_s == pytest.approx(40.0)
+
+
+def test_the_picture_shows_the_run_and_its_failures() -> None:
+    text = draw([seen_at(n, 0.5, 0.05) for n in range(20)] + [Seen(3.0, ended=4.0, failure="timeout")], SLO)
+    assert text.startswith("<svg") and "SLO" in text and "requests that failed" in text
+
+
+def test_nothing_seen_is_a_report_too() -> None:
+    assert report([], SLO).requests == 0
+    assert draw([], SLO).startswith("<svg")

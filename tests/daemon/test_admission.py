@@ -1,0 +1,211 @@
+"""Lanes and cells: who gets them in which order, who waits how long, what is refused (Q2, G3)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from tests.daemon.front_door import on_uvloop
+from zerocopy.daemon.admission import Admission, Refused, Ticket
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def line(sequences: int = 2, tokens: int = 100, **settings: object) -> tuple[Admission, Clock]:
+    clock = Clock()
+    admission = Admission(**({"waiting": 8, "wait_s": 30.0, "clock": clock} | settings))  # type: ignore[arg-type]
+    admission.open(sequences, tokens)
+    return admission, clock
+
+
+def has_a_lane(ticket: Ticket) -> bool:
+    return ticket.granted.done() and not ticket.granted.cancelled()
+
+
+@on_uvloop
+async def test_lanes_are_given_from_the_first_on_and_come_back() -> None:
+    """A request that is alone is always on lane 0, in cells from 0 on."""
+    admission, _ = line(sequences=3)
+    tickets = [admission.ask("", 10) for _ in range(3)]
+    assert [ticket.lane for ticket in tickets] == [0, 1, 2]
+    admission.give_back(tickets[2])
+    admission.give_back(tickets[0])
+    assert admission.ask("", 10).lane == 0
+
+
+@on_uvloop
+async def test_a_request_waits_until_all_it_can_need_is_free() -> None:
+    """Q2: not only until there is a lane."""
+    admission, _ = line()
+    first, second = admission.ask("", 60), admission.ask("", 41)
+    assert has_a_lane(first) and not has_a_lane(second)
+    admission.give_back(first)
+    assert has_a_lane(second)
+
+
+@on_uvloop
+async def test_with_room_for_one_and_a_half_four_large_requests_all_get_their_turn() -> None:
+    admission, _ = line(sequences=4, tokens=150)
+    waiting = [admission.ask("", 100) for _ in range(4)]
+    order = []
+    while waiting:
+        (running,) = [ticket for ticket in waiting if has_a_lane(ticket)]
+        order.append(running)
+        waiting.remove(running)
+        admission.give_back(running)
+    assert len(order) == 4
+
+
+@on_uvloop
+async def test_a_large_request_is_not_overtaken_by_small_ones() -> None:
+    """So it is never starved."""
+    admission, _ = line(sequences=4)
+    first = admission.ask("", 60)
+    large, small = admission.ask("", 90), admission.ask("", 5)
+    assert not has_a_lane(large) and not has_a_lane(small)
+    admission.give_back(first)
+    assert has_a_lane(large) and has_a_lane(small)
+
+
+@on_uvloop
+async def test_what_can_never_fit_is_refused_at_once_with_both_figures() -> None:
+    admission, _ = line()
+    with pytest.raises(Refused, match="needs 101 tokens of context, this host has 100") as refused:
+        admission.ask("", 101)
+    assert (refused.value.reason, refused.value.retry_after_s) == ("too-large", None)
+
+
+@on_uvloop
+async def test_the_line_has_an_end() -> None:
+    admission, _ = line(sequences=1, waiting=2)
+    tickets = [admission.ask("", 1) for _ in range(3)]
+    with pytest.raises(Refused) as refused:
+        admission.ask("", 1)
+    assert refused.value.reason == "queue-full" and refused.value.retry_after_s
+    admission.give_back(tickets[1])  # gave up waiting
+    admission.ask("", 1)
+
+
+@on_uvloop
+async def test_without_a_line_a_free_lane_is_still_given() -> None:
+    admission, _ = line(sequences=1, waiting=0)
+    assert has_a_lane(admission.ask("", 1))
+    with pytest.raises(Refused, match="0 requests are waiting"):
+        admission.ask("", 1)
+    assert admission.use().waiting == 0
+
+
+@on_uvloop
+async def test_a_tenant_cannot_fill_the_line_for_the_others() -> None:
+    admission, _ = line(sequences=1, tenant_requests=3)
+    mine = [admission.ask("greedy", 1) for _ in range(3)]
+    with pytest.raises(Refused) as refused:
+        admission.ask("greedy", 1)
+    assert refused.value.reason == "tenant-limit"
+    admission.ask("modest", 1)
+    for ticket in mine:
+        admission.give_back(ticket)
+    admission.ask("greedy", 1)
+
+
+@on_uvloop
+async def test_a_group_that_has_its_share_lets_others_pass() -> None:
+    """H5: a peer that stands still never holds every place."""
+    admission, _ = line(sequences=3, share=lambda sequences: sequences - 1)
+    stuck = [admission.ask("", 1, "slow") for _ in range(4)]
+    other = admission.ask("", 1, "fast")
+    assert [has_a_lane(ticket) for ticket in stuck] == [True, True, False, False]
+    assert has_a_lane(other)
+    admission.leave_group(stuck[0])  # its state has come: it depends on that peer no more
+    admission.give_back(other)
+    assert has_a_lane(stuck[2]) and not has_a_lane(stuck[3])
+
+
+@on_uvloop
+async def test_a_share_is_at_least_one() -> None:
+    admission, _ = line(sequences=1, share=lambda sequences: sequences - 1)
+    assert has_a_lane(admission.ask("", 1, "only"))
+
+
+@on_uvloop
+async def test_who_would_wait_too_long_is_told_at_once() -> None:
+    """Refused within a second or served within the deadline: nothing in between."""
+    admission, clock = line(sequences=1, waiting=1000, wait_s=10.0)
+    running = admission.ask("", 1)
+    queue = [admission.ask("", 1) for _ in range(3)]
+    for ticket in list(queue[:2]):  # a turn takes 2 s
+        clock.now += 2.0
+        admission.give_back(running)
+        running = ticket
+    accepted = 0
+    with pytest.raises(Refused) as refused:
+        for _ in range(100):
+            admission.ask("", 1)
+            accepted += 1
+    assert refused.value.reason == "queue-full"
+    assert 3 <= accepted <= 6  # with the one left: about five turns fit ten seconds
+
+
+@on_uvloop
+async def test_a_place_given_back_twice_counts_once() -> None:
+    admission, _ = line()
+    ticket = admission.ask("", 10)
+    admission.give_back(ticket)
+    admission.give_back(ticket)
+    assert (admission.use().held_sequences, admission.use().held_tokens) == (0, 0)
+    assert [admission.ask("", 1).lane for _ in range(2)] == [0, 1]
+
+
+@on_uvloop
+async def test_one_that_gives_up_waiting_wakes_those_behind_it() -> None:
+    admission, _ = line()
+    admission.ask("", 60)
+    large, small = admission.ask("", 90), admission.ask("", 5)
+    admission.give_back(large)
+    assert has_a_lane(small)
+    with pytest.raises(asyncio.CancelledError):
+        await large.granted
+
+
+@on_uvloop
+async def test_a_restarted_engine_changes_nothing_for_those_who_wait() -> None:
+    admission, _ = line(sequences=1)
+    admission.ask("", 1)
+    admission.open(1, 100)
+    assert not has_a_lane(admission.ask("", 1))
+
+
+@pytest.mark.parametrize("seed", range(20))
+@on_uvloop
+async def test_whatever_comes_and_goes_nothing_is_lent_twice_and_nothing_is_lost(seed: int) -> None:
+    """Sequences, cells and places come back whole (G6)."""
+    rng = random.Random(seed)
+    admission, clock = line(sequences=4, waiting=20, tenant_requests=9, share=lambda n: n - 1)
+    tickets: list[Ticket] = []
+    for _ in range(400):
+        clock.now += rng.random()
+        if tickets and rng.random() < 0.5:
+            admission.give_back(tickets.pop(rng.randrange(len(tickets))))
+        else:
+            try:
+                group = rng.choice([None, "a", "b"])
+                tickets.append(admission.ask(rng.choice("xyz"), rng.randint(1, 100), group))
+            except Refused:
+                continue
+        held = [ticket for ticket in tickets if has_a_lane(ticket)]
+        assert len({ticket.lane for ticket in held}) == len(held) <= 4
+        assert sum(ticket.tokens for ticket in held) <= 100
+        assert held or not tickets, "somebody waits for nobody"
+    for ticket in tickets:
+        admission.give_back(ticket)
+    use = admission.use()
+    assert (use.held_sequences, use.held_tokens, use.waiting, use.held) == (0, 0, 0, [])
+    assert not admission._tenants
+    assert sorted(admission._free) == [0, 1, 2, 3]

@@ -1,0 +1,102 @@
+"""Iterations in simulated time: who is evaluated when, how long anybody waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerocopy.worker.scheduler import MIN_COPY_S, QUIET_COPY_S, Scheduler, Waiting, copy_seconds
+
+CHUNK = 256
+
+
+@dataclass
+class Simulation:
+    """Prompts that arrive at iterations; an iteration evaluates what the scheduler chooses."""
+
+    arrivals: list[tuple[int, int]]  # (iteration, tokens), in order of arrival
+    served: dict[int, list[int]] = field(default_factory=dict)  # key: iterations in which it had a slice
+    done: dict[int, int] = field(default_factory=dict)
+
+    def run(self, iterations: int) -> None:
+        left = {key: tokens for key, (_, tokens) in enumerate(self.arrivals)}
+        scheduler = Scheduler(CHUNK)
+        for now in range(iterations):
+            waiting = [
+                Waiting(key, key, min(CHUNK, left[key]), left[key])
+                for key, (arrived, _) in enumerate(self.arrivals)
+                if arrived <= now and left[key]
+            ]
+            chosen = scheduler.slices(waiting)
+            assert len(set(chosen)) == len(chosen)
+            assert bool(chosen) == bool(waiting), "an iteration with prompts must serve one"
+            sizes = {prompt.key: prompt.slice_tokens for prompt in waiting}
+            assert len(chosen) == 1 or sum(sizes[key] for key in chosen) <= CHUNK
+            for key in chosen:
+                left[key] -= sizes[key]
+                self.served.setdefault(key, []).append(now)
+                if not left[key]:
+                    self.done[key] = now
+
+
+def test_a_lone_prompt_gets_every_iteration() -> None:
+    """So a lone prompt is evaluated in the chunks that it always was: exactness."""
+    play = Simulation([(0, 5 * CHUNK + 7)])
+    play.run(10)
+    assert play.served[0] == [0, 1, 2, 3, 4, 5]
+
+
+def test_prompts_of_one_length_are_served_in_order_of_arrival() -> None:
+    play = Simulation([(0, CHUNK)] * 5)
+    play.run(5)
+    assert [play.done[key] for key in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_short_prompts_share_an_iteration() -> None:
+    play = Simulation([(0, 60)] * 5)
+    play.run(2)
+    assert [play.done[key] for key in range(5)] == [0, 0, 0, 0, 1]
+
+
+def test_a_short_prompt_does_not_wait_for_a_huge_one() -> None:
+    """H5: no handoff blocks another, also not by its size."""
+    play = Simulation([(0, 400 * CHUNK), (10, 2 * CHUNK)])
+    play.run(400)
+    assert play.done[1] <= 14
+
+
+def test_a_huge_prompt_is_not_starved_by_short_ones_that_keep_coming() -> None:
+    """Q1."""
+    play = Simulation([(0, 50 * CHUNK), *((n, CHUNK) for n in range(1, 200))])
+    play.run(150)
+    assert play.done[0] <= 100
+
+
+def test_priority_goes_before_arrival() -> None:
+    scheduler = Scheduler(CHUNK)
+    waiting = [Waiting(1, 1, CHUNK, CHUNK, priority=1), Waiting(2, 2, CHUNK, 9 * CHUNK, priority=0)]
+    assert [scheduler.slices(waiting) for _ in range(4)] == [[2]] * 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6 * CHUNK)), min_size=1, max_size=20))
+def test_the_oldest_prompt_gets_at_least_every_other_iteration(arrivals: list[tuple[int, int]]) -> None:
+    """Q1: so every prompt's end is bounded, whatever comes after it."""
+    play = Simulation(sorted(arrivals))
+    total = sum(-(-tokens // CHUNK) for _, tokens in arrivals)
+    play.run(31 + 2 * total)
+    assert len(play.done) == len(arrivals)
+    before = 0
+    for key, (arrived, tokens) in enumerate(play.arrivals):
+        before += -(-tokens // CHUNK)
+        assert play.done[key] <= arrived + 2 * before + 1
+
+
+def test_copying_takes_a_share_of_a_gap_while_somebody_waits_for_tokens() -> None:
+    """A gap with copying stays below twice the gap without it."""
+    for engine_s in (0.004, 0.02, 0.3):
+        assert engine_s + copy_seconds(engine_s, generating=True) < 2 * engine_s
+    assert copy_seconds(0.0, generating=True) == MIN_COPY_S
+    assert copy_seconds(0.3, generating=False) == QUIET_COPY_S

@@ -1,0 +1,77 @@
+"""One engine context with a fixed number of lanes in it: evaluates tokens of several sequences in one engine call.
+
+All lanes share the context's cells. Cells of a sequence that ended are free at once and overwritten with zeros when no
+lane holds any state: the engine can only wipe all of them. Then the next sequence also lies from cell 0 on, as in a
+new context, which is what bit-equality needs. Who may use which lane, and that the tokens of all lanes fit the cells,
+is the caller's to know. Owns the context, the MTP head's beside it, and the lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zerocopy.handoff.components import Component
+from zerocopy.runtime.base import EngineCounters, EngineError, Output, Row
+from zerocopy.runtime.llama.context import FIRST_LIVE_SEQUENCE, Context, Run
+from zerocopy.runtime.llama.lane import LaneModel, LlamaLane
+from zerocopy.runtime.llama.mtp import MtpFollower
+
+
+class LlamaPool:
+    def __init__(self, model: LaneModel) -> None:
+        self.model = model
+        self.target = Context(model.library, model.handle, model.options)
+        self.mtp: MtpFollower | None = None
+        if model.schema.spec(Component.MTP_KV):
+            try:
+                self.mtp = MtpFollower(model.library, model.handle, model.options, self.target)
+            except EngineError:
+                self.target.close()
+                raise
+        self._lanes = [LlamaLane(self, FIRST_LIVE_SEQUENCE + i) for i in range(model.options.sequences)]
+
+    def lane(self, number: int) -> LlamaLane:
+        return self._lanes[number]
+
+    def evaluate(self, rows: Sequence[Row]) -> list[Output]:
+        lanes = [self._own(row) for row in rows]
+        for lane in lanes:
+            lane.begin_evaluation()
+        runs = [Run(lane.sequence, row.tokens, row.start) for lane, row in zip(lanes, rows, strict=True)]
+        self.target.decode(runs)
+        if self.mtp:
+            self.mtp.follow(runs)
+        outputs, at = [], 0
+        for lane, row in zip(lanes, rows, strict=True):
+            at += len(row.tokens)
+            lane.end_evaluation(row.start + len(row.tokens))
+            outputs.append(Output(self.target.logits(at - 1), self.mtp.context.logits(at - 1) if self.mtp else None))
+        return outputs
+
+    def dropped(self, lane: LlamaLane) -> None:
+        self.target.drop(lane.sequence)
+        if self.mtp:
+            self.mtp.drop(lane.sequence)
+        if not any(other.used for other in self._lanes if other is not lane):
+            self.target.clear()
+            if self.mtp:
+                self.mtp.clear()
+
+    def reset_counters(self) -> None:
+        self.target.reset_counters()
+
+    def counters(self) -> EngineCounters:
+        return EngineCounters(*self.target.counters())
+
+    def close(self) -> None:
+        if self.mtp:
+            self.mtp.close()
+        self.target.close()
+
+    def _own(self, row: Row) -> LlamaLane:
+        """The row's lane, which takes the row: all is checked before the engine sees any of it."""
+        lane = next((lane for lane in self._lanes if lane is row.lane), None)
+        if lane is None:
+            raise EngineError("lane", "the lane belongs to another context")
+        lane.check(row.tokens, row.start)
+        return lane

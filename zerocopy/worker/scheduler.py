@@ -1,0 +1,63 @@
+"""What one iteration of the worker's loop does. Pure: time and work come in as arguments.
+
+An iteration is one engine call per pool, then some copying. The call holds one token of every sequence that
+generates (later: a draft of several) and slices of prompts up to a token budget; copying is pages in and out. So the
+gap between two tokens of a sequence is bounded by one budget of prompt and one share of copying, however much waits.
+
+A slice is always a whole chunk or a prompt's tail: where a prompt is cut never depends on the load. Of prompts with
+equal priority the oldest goes first and, every other iteration, the one with the least left: a short prompt does not
+wait for a huge one, and the oldest gets at least every other turn, so nobody starves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+# Of the time of an iteration's engine calls, while sequences generate: with one page more than that, which may be in
+# progress when the share ends, a gap stays well below twice what it is without copying.
+COPY_SHARE: Final = 0.5
+MIN_COPY_S: Final = 0.001  # so that copying goes on beside an engine that answers at once
+# While nobody waits for a token. A chunk's pages leave within it before the next chunk is evaluated.
+QUIET_COPY_S: Final = 0.05
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """A prompt with a slice to evaluate."""
+
+    key: int
+    arrived: int  # earlier is smaller
+    slice_tokens: int
+    remaining: int  # tokens, this slice included
+    priority: int = 0  # smaller goes first
+
+
+class Scheduler:
+    def __init__(self, budget_tokens: int) -> None:
+        self._budget = budget_tokens
+        self._turn = 0
+
+    def slices(self, waiting: Sequence[Waiting]) -> list[int]:
+        """Keys of the prompts whose slices are evaluated now: in order while they fit the budget, but always one."""
+        if not waiting:
+            return []
+        self._turn += 1
+        short_first = self._turn % 2 == 0
+
+        def order(prompt: Waiting) -> tuple[int, int, int]:
+            return prompt.priority, prompt.remaining if short_first else 0, prompt.arrived
+
+        chosen, left = list[int](), self._budget
+        for prompt in sorted(waiting, key=order):
+            if chosen and prompt.slice_tokens > left:
+                break
+            chosen.append(prompt.key)
+            left -= prompt.slice_tokens
+        return chosen
+
+
+def copy_seconds(engine_s: float, *, generating: bool) -> float:
+    """How long pages may be copied after engine calls that took `engine_s`."""
+    return max(MIN_COPY_S, COPY_SHARE * engine_s) if generating else QUIET_COPY_S
