@@ -18,6 +18,8 @@
 #include "quic_internal.h"
 
 #define RETRY_TOKEN_NS 10000000000ull /* a client answers a Retry at once */
+#define RESET_EVERY_NS 10000000ull    /* stateless resets are for peers, which need one; strangers get no more */
+#define RESET_RANDOM 24               /* makes it look like any short packet */
 
 uint64_t quic_now(void) {
   struct timespec t;
@@ -42,9 +44,10 @@ quic_endpoint *quic_open(const quic_events *events, const quic_options *options)
   endpoint->batch.data = malloc(QUIC_BATCH + QUIC_MAX_DATAGRAM);
   endpoint->receive = quic_receive_new();
   endpoint->tls = quic_tls_new(options->identity_pem);
+  bool secret = quic_tls_secret(options->identity_pem, endpoint->reset_secret) == 0;
   endpoint->options.identity_pem = NULL;
   if (endpoint->links == NULL || endpoint->batch.data == NULL || endpoint->receive == NULL || endpoint->tls == NULL ||
-      pipe(endpoint->wake) != 0 ||
+      !secret || pipe(endpoint->wake) != 0 ||
       getrandom(endpoint->secret, sizeof endpoint->secret, 0) != (ssize_t)sizeof endpoint->secret) {
     quic_free(endpoint);
     return NULL;
@@ -114,6 +117,47 @@ static void send_retry(quic_endpoint *endpoint, int socket, const quic_address *
   quic_send_one(endpoint, socket, from, from_size, packet, (size_t)size);
 }
 
+/* A peer that still talks to an earlier life of this host learns at once that it is over. Always shorter than what it
+ * answers, so two hosts cannot keep answering each other. */
+static void send_reset(quic_endpoint *endpoint, int socket, const quic_address *from, socklen_t from_size,
+                       const ngtcp2_version_cid *header, size_t size, uint64_t now) {
+  uint8_t token[NGTCP2_STATELESS_RESET_TOKENLEN], noise[RESET_RANDOM], packet[RESET_RANDOM + sizeof token];
+  ngtcp2_cid cid;
+  if (now < endpoint->reset_at || size <= sizeof packet || header->dcidlen != QUIC_CID ||
+      getrandom(noise, sizeof noise, 0) != (ssize_t)sizeof noise) {
+    return;
+  }
+  ngtcp2_cid_init(&cid, header->dcid, header->dcidlen);
+  if (ngtcp2_crypto_generate_stateless_reset_token(token, endpoint->reset_secret, sizeof endpoint->reset_secret,
+                                                   &cid) != 0) {
+    return;
+  }
+  ngtcp2_ssize written = ngtcp2_pkt_write_stateless_reset(packet, sizeof packet, token, noise, sizeof noise);
+  if (written < 0) return;
+  endpoint->reset_at = now + RESET_EVERY_NS;
+  endpoint->counts.resets_sent++;
+  quic_send_one(endpoint, socket, from, from_size, packet, (size_t)written);
+}
+
+static bool from_peer_of(const quic_link *link, const quic_address *from, socklen_t from_size) {
+  if (link->state == QUIC_LINK_CLOSED) return false;
+  const ngtcp2_addr *peer = &ngtcp2_conn_get_path(link->conn)->remote;
+  return peer->addrlen == from_size && memcmp(peer->addr, from, from_size) == 0;
+}
+
+/* A stateless reset names no link: it is recognised by its token, among the links with whoever sent it. */
+static bool offer(quic_endpoint *endpoint, int socket, const quic_address *from, socklen_t from_size,
+                  const uint8_t *data, size_t size, uint64_t now) {
+  bool known = false;
+  for (size_t i = 0; i < endpoint->slots; i++) {
+    quic_link *link = endpoint->links[i];
+    if (link == NULL || !from_peer_of(link, from, from_size)) continue;
+    known = true;
+    quic_link_read(link, socket, from, from_size, data, size, now);
+  }
+  return known;
+}
+
 static quic_link *greet(quic_endpoint *endpoint, int socket, const quic_address *from, socklen_t from_size,
                         const uint8_t *data, size_t size, uint64_t now) {
   ngtcp2_pkt_hd initial;
@@ -145,6 +189,9 @@ void quic_input(quic_endpoint *endpoint, int socket, const quic_address *from, s
   if (link == NULL) link = greet(endpoint, socket, from, from_size, data, size, now);
   if (link == NULL) {
     endpoint->counts.ignored++;
+    if ((data[0] & 0x80) == 0 && !offer(endpoint, socket, from, from_size, data, size, now)) {
+      send_reset(endpoint, socket, from, from_size, &header, size, now);
+    }
     return;
   }
   quic_link_read(link, socket, from, from_size, data, size, now);

@@ -38,6 +38,7 @@
 #define QUIC_CLOSED_NO_ANSWER 4  /* the handshake did not complete in time */
 #define QUIC_CLOSED_UNTRUSTED 5  /* `verify` refused the peer's certificate, or it gave none */
 #define QUIC_CLOSED_PROTOCOL 6   /* the peer broke a rule; `reason` says which */
+#define QUIC_CLOSED_FORGOTTEN 7  /* the peer, restarted, does not know this link (stateless reset) */
 
 /* What became of a page to send. The payload is not read again. */
 #define QUIC_SENT 0       /* it has landed */
@@ -92,6 +93,7 @@ typedef struct {
   uint64_t datagrams_sent;
   uint64_t ignored;      /* datagrams that belong to no link and opened none */
   uint64_t retries_sent; /* address validations */
+  uint64_t resets_sent;  /* answers to links of an earlier life of this host */
   uint64_t refused;      /* handshakes not begun because of a limit */
   uint64_t links;
   int gso;

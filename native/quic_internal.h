@@ -98,7 +98,7 @@ typedef struct quic_link {
   ngtcp2_conn *conn;
   ngtcp2_crypto_conn_ref ref;
   void *session; /* of the TLS library */
-  bool untrusted;
+  bool untrusted, forgotten;
   const char *fault; /* the rule that the peer broke */
   char reason[QUIC_MAX_REASON + 1];
   uint64_t deadline; /* of flushing, then of the closing period */
@@ -129,7 +129,9 @@ struct quic_endpoint {
   size_t slots;
   size_t greeting;
   uint64_t serial;
-  uint8_t secret[32]; /* of Retry tokens and stateless reset tokens */
+  uint8_t secret[32];       /* of Retry tokens */
+  uint8_t reset_secret[32]; /* of stateless reset tokens: the same after a restart */
+  uint64_t reset_at;        /* when the next stateless reset may be sent */
   quic_batch batch;
   bool batch_stuck; /* the socket's buffer is full */
   struct quic_receive *receive;
@@ -193,6 +195,8 @@ void quic_send_one(quic_endpoint *endpoint, int socket, const quic_address *to, 
 
 /* quic_tls_*.c */
 quic_tls *quic_tls_new(const char *identity_pem);
+/* 32 bytes that only the holder of the identity knows, always the same. 0, or -1. */
+int quic_tls_secret(const char *identity_pem, uint8_t *secret);
 void quic_tls_free(quic_tls *tls);
 int quic_tls_start(quic_tls *tls, quic_link *link);
 void quic_tls_end(quic_link *link);

@@ -38,7 +38,8 @@ static int new_cid(ngtcp2_conn *conn, ngtcp2_cid *cid, uint8_t *token, size_t si
   (void)conn;
   cid->datalen = size;
   fill_random(cid->data, size, NULL);
-  if (ngtcp2_crypto_generate_stateless_reset_token(token, link->endpoint->secret, sizeof link->endpoint->secret, cid) !=
+  if (ngtcp2_crypto_generate_stateless_reset_token(token, link->endpoint->reset_secret,
+                                                   sizeof link->endpoint->reset_secret, cid) !=
       0) {
     return NGTCP2_ERR_CALLBACK_FAILURE;
   }
@@ -54,6 +55,12 @@ static int drop_cid(ngtcp2_conn *conn, const ngtcp2_cid *cid, void *user) {
       return 0;
     }
   }
+  return 0;
+}
+
+static int stateless_reset(ngtcp2_conn *conn, const ngtcp2_pkt_stateless_reset *reset, void *user) {
+  (void)conn, (void)reset;
+  ((quic_link *)user)->forgotten = true;
   return 0;
 }
 
@@ -85,6 +92,7 @@ static const ngtcp2_callbacks *callbacks(void) {
   c.get_new_connection_id = new_cid;
   c.remove_connection_id = drop_cid;
   c.handshake_completed = handshake_completed;
+  c.recv_stateless_reset = stateless_reset;
   c.stream_open = quic_on_stream_open;
   c.recv_stream_data = quic_on_stream_data;
   c.acked_stream_data_offset = quic_on_acked;
@@ -146,6 +154,11 @@ static int begin(quic_link *link, const quic_address *peer, socklen_t peer_size,
 #endif
   params.retry_scid = initial->dcid;
   params.retry_scid_present = 1;
+  params.stateless_reset_token_present = 1;
+  if (ngtcp2_crypto_generate_stateless_reset_token(params.stateless_reset_token, endpoint->reset_secret,
+                                                   sizeof endpoint->reset_secret, &own) != 0) {
+    return -1;
+  }
   if (remember_cid(link, &initial->dcid) != 0) return -1;
   return ngtcp2_conn_server_new(&link->conn, &initial->scid, &own, &path, initial->version, callbacks(), &settings,
                                 &params, NULL, link);
@@ -228,7 +241,9 @@ void quic_link_end(quic_link *link, int why, uint64_t now) {
 }
 
 void quic_link_fail(quic_link *link, int error, uint64_t now) {
-  if (error == NGTCP2_ERR_DRAINING) {
+  if (link->forgotten) {
+    quic_link_end(link, QUIC_CLOSED_FORGOTTEN, now);
+  } else if (error == NGTCP2_ERR_DRAINING) {
     quic_link_end(link, QUIC_CLOSED_BY_PEER, now);
   } else if (error == NGTCP2_ERR_IDLE_CLOSE) {
     quic_link_end(link, QUIC_CLOSED_SILENT, now);

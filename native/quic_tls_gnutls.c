@@ -46,6 +46,12 @@ quic_tls *quic_tls_new(const char *identity_pem) {
   return tls;
 }
 
+int quic_tls_secret(const char *identity_pem, uint8_t *secret) {
+  static const char label[] = "zc-handoff quic reset";
+  return gnutls_hmac_fast(GNUTLS_MAC_SHA256, identity_pem, strlen(identity_pem), label, sizeof label, secret) == 0 ? 0
+                                                                                                                   : -1;
+}
+
 void quic_tls_free(quic_tls *tls) {
   if (tls == NULL) return;
   if (tls->priority != NULL) gnutls_priority_deinit(tls->priority);

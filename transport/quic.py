@@ -109,6 +109,7 @@ class QuicEndpoint:
 
     async def _dial(self, peer: str, family: int, sockaddr: SocketAddress) -> QuicLink:
         packed = pack_address(family, sockaddr)
+        made: list[QuicLink] = []
 
         def connect(engine: Engine) -> int:
             if family not in self._callers:
@@ -119,14 +120,11 @@ class QuicEndpoint:
             if number == 0:
                 raise LinkError("too-many-links", "this host has as many QUIC links as it may: close some")
             self._peers[number] = peer
-            self.mailbox.post(self._dialled, number, peer)  # before anything is heard of it
+            self.mailbox.post(self._dialled, number, peer, made)  # before anything is heard of it
             return number
 
-        number = await self._call(connect)
-        return self._connections.get(number) or await self._gone(peer)
-
-    async def _gone(self, peer: str) -> QuicLink:
-        raise LinkError("unreachable", f"the link to {peer} ended as it began")
+        await self._call(connect)
+        return made[0]  # it may have ended already: then `opened` says why
 
     async def _call(self, command: Callable[[Engine], int]) -> int:
         """The command's result, from the engine's thread. Raises what it raises."""
@@ -144,8 +142,9 @@ class QuicEndpoint:
 
     # -- the loop: what the engine's thread reported
 
-    def _dialled(self, number: int, peer: str) -> None:
+    def _dialled(self, number: int, peer: str, made: list[QuicLink]) -> None:
         link = QuicLink(self, number, peer, connecting=True)
+        made.append(link)
         self._links.add(link)
         self._connections[number] = link
 

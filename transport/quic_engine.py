@@ -156,7 +156,17 @@ class Engine:
     def counts(self) -> dict[str, int]:
         counts = ffi.new("quic_counts *")
         lib.quic_count(self._endpoint, counts)
-        names = ("datagrams_received", "datagrams_sent", "ignored", "retries_sent", "refused", "links", "gso", "gro")
+        names = (
+            "datagrams_received",
+            "datagrams_sent",
+            "ignored",
+            "retries_sent",
+            "resets_sent",
+            "refused",
+            "links",
+            "gso",
+            "gro",
+        )
         return {name: int(getattr(counts, name)) for name in names}
 
 

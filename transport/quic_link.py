@@ -241,6 +241,8 @@ class QuicLink:
         if why == lib.QUIC_CLOSED_SILENT:
             silent = f"{self.peer} was silent for {self._host.timing.dead_s:g} s: check host and path"
             return LinkError("peer-unresponsive", silent)
+        if why == lib.QUIC_CLOSED_FORGOTTEN:
+            return LinkError("connection-lost", f"{self.peer} has restarted and does not know this link any more")
         if why == lib.QUIC_CLOSED_NO_ANSWER:
             return LinkError("unreachable", f"{self.peer} did not answer: is its daemon running, and UDP let through?")
         if why == lib.QUIC_CLOSED_HERE:

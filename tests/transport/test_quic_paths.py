@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("native._quic", reason="ngtcp2 is not installed")
 
 from transport.link import LinkError
+from transport.quic import QuicEndpoint
 from transport.tcp_link import Timing
 
 from .conftest import Run
@@ -94,6 +95,28 @@ def test_a_path_that_falls_silent_ends_the_link_on_both_sides_and_frees_its_page
             page.release()
             await a.until(lambda: a.closed == ["peer-unresponsive"])
             await b.until(lambda: b.closed == ["peer-unresponsive"])
+
+    run(work())
+
+
+def test_a_server_that_restarted_says_so_at_once_and_only_to_those_it_served(run: Run, tmp_path: Path) -> None:
+    """Without a stateless reset the client would wait for the idle timeout, ten seconds."""
+
+    async def work() -> None:
+        async with two_hosts(tmp_path) as (a, b, address), relay(address) as path:
+            link = await a.endpoint.connect("b", path.address)
+            c = QuicHost(tmp_path, "c")
+            c.open()
+            again = QuicEndpoint(b.keys, b)
+            for endpoint, effect in ((c.endpoint, False), (again, True)):  # another host's reset is not believed
+                host, _, port = (await endpoint.listen("127.0.0.1:0")).rpartition(":")
+                path.server = (host, int(port))
+                link.send(b"are you there? " * 20)
+                await a.until(lambda e=endpoint: e.engine.counts()["resets_sent"] > 0)  # type: ignore[misc]
+                await asyncio.sleep(0.1)
+                assert a.closed == (["connection-lost"] if effect else [])
+            await again.close()
+            await c.endpoint.close()
 
     run(work())
 
