@@ -66,7 +66,8 @@ class Host:
         self.worker.say(done)
 
     def nothing_held(self) -> bool:
-        return not self.worker.jobs and not self.memory.reserved_bytes() and not self.generation._turn.locked()
+        lanes = self.generation.lanes.use()
+        return not (self.worker.jobs or self.memory.reserved_bytes() or lanes.held_sequences or lanes.waiting)
 
     def metric(self, name: str, **labels: str) -> float:
         return self.telemetry.registry.get_sample_value(name, labels) or 0.0

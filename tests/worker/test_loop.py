@@ -301,22 +301,19 @@ def test_a_landing_page_wakes_a_waiting_import(daemon: Open) -> None:
     assert host.hear(p.Generated, 2).completion_tokens == 4
 
 
-def test_a_state_that_is_complete_before_its_job_begins_is_imported_all_the_same(daemon: Open) -> None:
-    """A short prompt's pages can all be here while the lane still has another job."""
+def test_a_state_that_is_complete_before_its_job_has_taken_a_step_is_imported_all_the_same(daemon: Open) -> None:
+    """A short prompt's pages can all be here by then."""
     host = daemon()
-    host.generate(1, prompt(40), ring=1)
     host.prefill(2, prompt(40))
     host.hear(p.Prefilled, 2)
-    host.generate(3, prompt(40), ring=0, probe=False)
     while (record := host.export[0].read()) is not None:
         slot = host.landing[0].claim(len(record.view))
         assert slot is not None
         slot.view[:] = record.view
         slot.commit()
         record.release()
-    host.send(p.StateComplete(3))
-    host.send(p.Commit(3))
-    host.release(1)
+    generate = p.Generate(3, prompt(40), max_tokens=4, sampling=Sampling(), stop=(), proof_key=None, ring=0)
+    host.sock.sendall(b"".join(p.encode(message) for message in (generate, p.StateComplete(3), p.Commit(3))))
     assert host.hear(p.Generated, 3).completion_tokens == 4
 
 
