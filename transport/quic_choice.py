@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from transport.link import Endpoint, Link, LinkError
@@ -23,6 +24,13 @@ def built() -> bool:
 def split_scheme(address: str) -> tuple[str, str]:
     """("quic" or "tcp", the rest). An unknown scheme stays in the rest, which then is no address."""
     return ("quic", address.removeprefix(SCHEME)) if address.startswith(SCHEME) else ("tcp", address)
+
+
+def over_same(told: Sequence[str], configured: Iterable[str]) -> list[str]:
+    """Addresses that a peer told, over every transport that the configured ones use: whoever wrote `quic://` meant it,
+    and TCP may be blocked or lossy there."""
+    schemes = sorted({split_scheme(address)[0] for address in configured}) or ["tcp"]
+    return [f"{SCHEME if scheme == 'quic' else ''}{address}" for scheme in schemes for address in told]
 
 
 class BothEndpoints:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from transport.link import LinkError
-from transport.quic_choice import BothEndpoints, built, split_scheme
+from transport.quic_choice import BothEndpoints, built, over_same, split_scheme
 from transport.tcp import TcpEndpoint
 
 from .conftest import Run
@@ -25,6 +25,21 @@ from .hosts import Host, pattern
 )
 def test_the_scheme_of_an_address_names_the_transport(address: str, parts: tuple[str, str]) -> None:
     assert split_scheme(address) == parts
+
+
+@pytest.mark.parametrize(
+    ("configured", "tried"),
+    [
+        (["h:1"], ["h:2"]),
+        (["quic://h:1"], ["quic://h:2"]),
+        (["h:1", "quic://h:1"], ["quic://h:2", "h:2"]),
+        ([], ["h:2"]),
+    ],
+)
+def test_what_a_peer_tells_is_tried_over_the_transports_that_were_asked_for(
+    configured: list[str], tried: list[str]
+) -> None:
+    assert over_same(["h:2"], configured) == tried
 
 
 def test_without_the_engine_a_quic_address_is_refused_with_what_to_install(run: Run, tmp_path: Path) -> None:

@@ -122,7 +122,10 @@ def _run_part(folder: Path, model: Path, prompt: str | list[int], transport: str
         key = secrets.token_hex(32)
         _warm_up(decoder)
         local, control, moved = (_ask(decoder, prompt, mode, key) for mode in ("local", "local", "disaggregated"))
-        return _compare(local, control, moved, prefiller.status(), decoder.status())
+        part = _compare(local, control, moved, prefiller.status(), decoder.status())
+        if part.transport != transport:
+            raise CliError(f"the state went over {part.transport}, not {transport}")
+        return part
 
 
 def _warm_up(decoder: Host) -> None:

@@ -18,6 +18,7 @@ from typing import Final, Protocol
 from planner.links import Choice, Measurement, PathTable
 from transport.link import Endpoint, Link, LinkError
 from transport.probe import measure
+from transport.quic_choice import over_same
 from zerocopy.daemon.advertise import believed
 from zerocopy.daemon.telemetry import log_event
 
@@ -66,6 +67,7 @@ class PeerPaths:
         for why in set(refused) - self._warned:
             log_event("useless address advertised", level=logging.WARNING, peer=self._peer, detail=why)
         self._warned |= set(refused)  # bounded: HELLO's addresses are, and a peer has one set of them
+        good = over_same(good, self._configured)
         known = {path.address for path in self.table.all()}
         self.table.offer([*self._configured, *good])
         if known != {path.address for path in self.table.all()}:
