@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from native.ring import Ring
 from native.slab import Slab
 from zerocopy.handoff.components import HEADER_BYTES, Component, PageHeader, page_checksum
+from zerocopy.runtime.base import Pool
 from zerocopy.runtime.llama.engine import LlamaRuntime
 from zerocopy.worker import protocol as p
 from zerocopy.worker.decode_job import DecodeJob
@@ -131,7 +132,8 @@ class Stage:
         message = p.Generate(2, tokens, max_tokens=8, sampling=Sampling(), stop=(), proof_key=KEY, probe=imported)
         message = msgspec.structs.replace(message, **changes)
         ring = self.landing if imported else None
-        return DecodeJob(message, self.runtime, self.sink.pool, ring, slab, self.outbox)
+        pool = cast(Pool, self.sink.pool)  # a lane knows less of its pool than its pool can do
+        return DecodeJob(message, self.runtime, pool, ring, slab, self.outbox)
 
     def land(self, page: Page) -> None:
         """What the daemon does with a verified page."""
