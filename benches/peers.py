@@ -127,7 +127,6 @@ def measure_iperf3(mib: int) -> Sample:
     server = subprocess.Popen(["iperf3", "-s", "-1", "-p", port], stdout=subprocess.DEVNULL)
     try:
         end = json.loads(iperf3_client(port, mib))["end"]
-        server.wait(10)
     finally:
         server.kill()
         server.wait()
