@@ -83,7 +83,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
             "Network",
             "Address that peers are told, where it differs from --listen: NAT, containers, several interfaces.",
             metavar="HOST:PORT",
-            default="the bound address",
+            default="where it listens, or every interface's",
         ),
     ] = None
     http: Annotated[

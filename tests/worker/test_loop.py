@@ -29,6 +29,12 @@ TIMEOUT_S = 20.0
 M = TypeVar("M")
 
 
+@pytest.fixture(autouse=True)
+def no_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop wakes for what happens and for nothing else: one that sleeps beside work never ends here."""
+    monkeypatch.setattr("zerocopy.worker.loop.IDLE_WAIT_S", 3600.0)
+
+
 class Daemon:
     """What the daemon would hold: rings, slabs, the socket, and all that was said."""
 

@@ -70,7 +70,8 @@ class DecodeJob:
         self._advance(output)
 
     def work(self) -> bool:
-        """One page, the snapshot or the first evaluation; False when it waits for pages, a batch or the daemon."""
+        """One page, the snapshot, the first evaluation or the choice of a token; False when it waits for pages, for an
+        engine call or for the daemon. True with a row wanted: the loop must come round again, not sleep."""
         return self._row is None and not self.finished and self._advance(None)
 
     def close(self) -> None:
@@ -87,7 +88,7 @@ class DecodeJob:
             return False
         if isinstance(step, Row):
             self._row = step
-        return step is True
+        return step is not False
 
     # The whole job as one generator: yields True after a piece of work, False to wait, a Row to have it evaluated.
     def _steps(self) -> Generator[Row | bool, Output | None, None]:
