@@ -300,7 +300,7 @@ def test_one_step_is_one_token_so_that_other_lanes_get_their_turn(stage: OpenSta
     counts = []
     while step(job):
         counts.append(len(play.outbox.all(p.TextDelta)))
-    assert counts == [0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7]  # chunks, the last prompt token, then an engine call a token
+    assert counts == [0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7]  # chunks, the last prompt token, then an engine call a token
 
 
 def test_no_proof_is_made_unless_it_was_asked_for(stage: OpenStage, monkeypatch: pytest.MonkeyPatch) -> None:
