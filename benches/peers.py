@@ -20,6 +20,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import venv
 from collections.abc import Sequence
@@ -107,11 +108,12 @@ def measure(peer: Peer, mib: int, block_kib: int) -> Sample:
     if peer.name == YARDSTICK:
         return measure_iperf3(mib)
     command = [interpreter(peer), str(SCRIPTS / peer.script), str(mib), str(block_kib)]
-    environment = os.environ | ({} if peer.packages else {"PYTHONPATH": str(ROOT)})
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SAMPLE_TIMEOUT_S, env=environment)
-    except subprocess.TimeoutExpired:
-        raise Absent(f"no result within {SAMPLE_TIMEOUT_S} s") from None
+    with tempfile.TemporaryDirectory() as folder:  # keys and the like: their processes end without cleaning up
+        environment = os.environ | {"TMPDIR": folder} | ({} if peer.packages else {"PYTHONPATH": str(ROOT)})
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SAMPLE_TIMEOUT_S, env=environment)
+        except subprocess.TimeoutExpired:
+            raise Absent(f"no result within {SAMPLE_TIMEOUT_S} s") from None
     figures = [line for line in done.stdout.splitlines() if line.startswith('{"gbps"')]
     if done.returncode or not figures:
         raise Absent("; ".join(filter(None, [last_line(done.stderr), peer.hint])))
