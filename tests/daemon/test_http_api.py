@@ -333,13 +333,14 @@ def test_a_body_that_never_arrives_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 
 
 @on_uvloop
-async def test_health_says_alive_and_ready_says_able_to_serve() -> None:
+async def test_health_and_ready_say_able_to_serve_and_live_says_alive() -> None:
+    paths = ("/health", "/ready", "/live")
     async with open_door() as door:
-        assert (await door.get("/health")).json == (await door.get("/ready")).json == {"status": "ok"}
+        assert [(await door.get(path)).json for path in paths] == [{"status": "ok"}] * 3
         door.service.not_serving = "worker-starting"
-        assert (await door.get("/health")).status == 200
-        reply = await door.get("/ready")
-        assert (reply.status, reply.json["reason"]) == (503, "worker-starting")
+        replies = [await door.get(path) for path in paths]
+        assert [reply.status for reply in replies] == [503, 503, 200]
+        assert [reply.json.get("reason") for reply in replies] == ["worker-starting", "worker-starting", None]
 
 
 @on_uvloop

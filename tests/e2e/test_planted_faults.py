@@ -42,7 +42,7 @@ REASONS: Final = {
     "omit": {"component-missing", "state-incomplete"},
     "cut": {"component-missing", "state-incomplete"},
     "truncate": {"page-size"},
-    "swap": {"page-checksum", "page-range"},
+    "swap": {"page-checksum", "page-range", "page-overlap"},  # by which page comes first
     "foreign-bytes": {"page-checksum"},
 }
 EARLY: Final = ("zero", "exchange", "foreign-early")

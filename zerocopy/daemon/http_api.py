@@ -43,7 +43,7 @@ STALLED_S: Final = 60.0  # then a client that reads nothing no longer holds engi
 SHUTDOWN_S: Final = 5.0
 
 _PROOF_KEY: Final = re.compile(r"^(?:[0-9a-fA-F]{2}){16,32}$")
-_OPEN_PATHS: Final = frozenset({"/health", "/ready"})  # load balancers ask without a key
+_OPEN_PATHS: Final = frozenset({"/health", "/ready", "/live"})  # load balancers ask without a key
 _TENANT: Final = web.RequestKey("tenant", str)
 _Respond = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -58,7 +58,8 @@ def make_app(service: GenerationService, config: DaemonConfig) -> web.Applicatio
     app.router.add_get("/v1/models/{model:.+}", door.model)
     app.router.add_get("/v1/status", door.status)
     app.router.add_get("/metrics", door.metrics)
-    app.router.add_get("/health", door.health)
+    app.router.add_get("/live", door.live)
+    app.router.add_get("/health", door.ready)
     app.router.add_get("/ready", door.ready)
     app.on_response_prepare.append(_name_server)
     return app
@@ -147,7 +148,7 @@ class _FrontDoor:
             raise RequestError("unknown-model", f"no model `{asked}` here: this daemon serves `{name}`", 404)
         return _json(_model(name))
 
-    async def health(self, request: web.Request) -> web.Response:
+    async def live(self, request: web.Request) -> web.Response:
         """Alive: a daemon that answers this needs no restart, whatever its engine does."""
         return _json({"status": "ok"})
 
