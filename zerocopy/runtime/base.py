@@ -72,7 +72,8 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Output(msgspec.Struct, frozen=True):
-    """F32[n_vocab] each, of a row's last token; valid until the pool's next call."""
+    """F32[n_vocab] each, of a row's last token; valid until the pool's next call. Nobody reads those of a slice of a
+    prompt, whose last token is always a row of its own: an engine need not make them."""
 
     logits: Logits
     mtp_logits: Logits | None

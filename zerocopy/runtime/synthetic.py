@@ -280,6 +280,8 @@ class SyntheticLane:
         self._remember((start, end), values)
         self._folds = self._folded(values)
         self._valid = dict.fromkeys(_STATE, end)
+        if len(tokens) > 1:
+            return Output(self._noise, None)
         return Output(self._logits(self._folds), self._mtp_logits)
 
     def _remember(self, tokens: Range, values: Words) -> None:
