@@ -148,6 +148,13 @@ class Meddler:
         self._bulk_writers.clear()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self._relay(reader, writer)
+        except RuntimeError as error:
+            if "the handler is closed" not in str(error):  # uvloop's word for a connection that has just gone
+                raise
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first = await reader.read(1)
         bulk = first == b"Z"
         self.bulk += bulk
