@@ -69,7 +69,7 @@ def test_the_ledger_refuses_it_and_names_the_component(planted: Pair, fault: str
     reason, message = _denied(planted, fault, component)
     assert reason in REASONS[fault]
     assert component in message
-    _check_fallback(planted, reason)
+    _check_fallback(planted, REASONS[fault])
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
@@ -83,7 +83,7 @@ def test_a_page_of_another_request_is_refused(planted: Pair, component: str) -> 
     else:
         assert reason == "page-sequence" and "a page before it is missing" in message
         assert metric(planted.decoder, "zc_late_pages_total") > late
-    _check_fallback(planted, reason)
+    _check_fallback(planted, {"page-foreign", "page-sequence"})
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
@@ -92,7 +92,7 @@ def test_wrong_numbers_under_a_right_checksum_are_refused(planted: Pair, fault: 
     """No checksum can tell. The token history is compared with the prompt, all else by the continuation probe."""
     reason, _message = _denied(planted, fault, component)
     assert reason == ("token-history" if component == "token history" else "probe-mismatch")
-    _check_fallback(planted, reason)
+    _check_fallback(planted, {reason})
 
 
 def test_after_all_that_the_pair_is_still_exact(planted: Pair) -> None:
@@ -151,11 +151,12 @@ def _denied(planted: Pair, fault: str, component: str) -> tuple[str, str]:
     return error_of(refused)
 
 
-def _check_fallback(planted: Pair, reason: str) -> None:
-    """The same fault again, for a client that allows fallback."""
+def _check_fallback(planted: Pair, reasons: set[str]) -> None:
+    """The same fault again, for a client that allows fallback. Which host sees it first may differ from run to run."""
     key = new_key()
     fallen = ask(planted.decoder, prompt_of(LENGTH), "disaggregated", fallback="allow", key=key)
-    assert (fallen.headers["x-zc-placement"], fallen.headers["x-zc-fallback"]) == ("local", reason)
+    assert fallen.headers["x-zc-placement"] == "local"
+    assert fallen.headers["x-zc-fallback"] in reasons
     local = ask(planted.decoder, prompt_of(LENGTH), "local", key=key)
     assert proof_of(fallen) == proof_of(local)
     assert text_of(fallen) == text_of(local)
