@@ -196,6 +196,23 @@ def test_requests_take_turns_and_wait_no_longer_than_the_queue_allows() -> None:
     run(scenario())
 
 
+def test_who_is_refused_hears_it_before_the_engine_has_seen_the_prompt() -> None:
+    """Q2, acceptance 3: tokenizing waits for an engine call, which may take longer than a refusal may."""
+
+    async def scenario() -> None:
+        async with host(queue=0) as one:
+            task = background(gather(one.generate()))
+            await one.worker.got(p.Generate)
+            error = await refusal(background(gather(one.generate(GenerationRequest(prompt="some text", max_tokens=4)))))
+            assert (error.reason, error.status) == ("queue-full", 503)
+            assert not one.worker.all(p.Tokenize)
+            one.answer(one.worker.all(p.Generate)[0], "a")
+            await task
+            assert one.nothing_held()
+
+    run(scenario())
+
+
 def test_a_client_that_goes_while_it_queues_leaves_the_queue() -> None:
     async def scenario() -> None:
         async with host() as one:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
@@ -47,6 +47,12 @@ class Seen(msgspec.Struct):
     pieces: list[float] = []
     ended: float = 0.0
     failure: str | None = None
+    status: int = 0  # HTTP's; 0 where no answer came
+
+    @property
+    def refused(self) -> bool:
+        """Told to come back later, before anything was generated."""
+        return self.status in (429, 503)
 
     @property
     def ttft_s(self) -> float:
@@ -84,13 +90,12 @@ async def open_loop(target: Target, arrivals: Sequence[Arrival], began: Callable
     return [task.result() for task in tasks]
 
 
-async def closed_loop(target: Target, arrivals: Sequence[Arrival], at_once: int) -> list[Seen]:
-    """So many at once, each followed by the next: for comparing servers at one concurrency."""
-    queue, seen = list(enumerate(arrivals)), list[Seen]()
+async def closed_loop(target: Target, arrivals: Iterable[Arrival], at_once: int) -> list[Seen]:
+    """So many at once, each followed by the next until there is none: for comparing servers at one concurrency."""
+    queue, seen = enumerate(arrivals), list[Seen]()
 
     async def worker(session: aiohttp.ClientSession) -> None:
-        while queue:
-            number, arrival = queue.pop(0)
+        for number, arrival in queue:
             seen.append(await ask(session, target, arrival, number))
 
     async with _session(target) as session, asyncio.TaskGroup() as group:
@@ -121,6 +126,7 @@ async def ask(session: aiohttp.ClientSession, target: Target, arrival: Arrival, 
     seen = Seen(time.monotonic(), prompt_tokens=arrival.prompt_tokens)
     try:
         async with session.post(f"{target.url}/v1/completions", json=body) as response:
+            seen.status = response.status
             if response.status == 200:
                 await _follow(response, seen)
             else:

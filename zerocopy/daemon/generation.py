@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 
 from planner.placement import Decision, choose
 from transport.link import Link
@@ -74,11 +74,10 @@ class Generation:
         """Implements `GenerationService.generate` for a host with a decode lane."""
         arrived = time.monotonic()
         try:
-            tokens = await self._tokens(request)
-            facts = self._facts()
-            _check_size(request, tokens, facts)
-            decision = self._decide(request, tokens, facts)
-            async with self._lane(request, tokens, decision) as ticket:
+            if isinstance(request.prompt, list):
+                _check_prompt(request, request.prompt, self._facts())  # what can never be served does not queue
+            async with self._place(request) as ticket:
+                tokens, decision = await self._turn(request, ticket)
                 session = _Session(self, request, tokens, decision, arrived, ticket)
                 try:
                     async with contextlib.aclosing(session.run()) as events:
@@ -109,12 +108,9 @@ class Generation:
 
     async def _tokens(self, request: GenerationRequest) -> list[int]:
         if isinstance(request.prompt, list):
-            tokens = request.prompt
-        else:
-            tokens = await self.worker.tokenize(request.prompt, parse_special=request.parse_special)
-        vocabulary = self._facts().n_vocab
-        if any(not 0 <= token < vocabulary for token in tokens):
-            raise RequestError("token-id", f"prompt has a token id outside 0 to {vocabulary - 1}", 400)
+            return request.prompt
+        tokens = await self.worker.tokenize(request.prompt, parse_special=request.parse_special)
+        _check_prompt(request, tokens, self._facts())
         return tokens
 
     def _decide(self, request: GenerationRequest, tokens: list[int], facts: EngineFacts) -> Decision:
@@ -134,27 +130,41 @@ class Generation:
         return self.config.allow_fallback if request.allow_fallback is None else request.allow_fallback
 
     @contextlib.asynccontextmanager
-    async def _lane(
-        self, request: GenerationRequest, tokens: list[int], decision: Decision
-    ) -> AsyncGenerator[Ticket, None]:
-        """A lane and all the cells the request can need, for as long as the block runs."""
-        group = decision.prefiller if decision.placement == "disaggregated" else None
+    async def _place(self, request: GenerationRequest) -> AsyncGenerator[Ticket, None]:
+        """A place in the line, then at a lane, for as long as the block runs. Taken before the prompt is tokenized,
+        which is the engine's work too: who has to come back later hears it without waiting for the engine."""
         facts = self._facts()
         self.lanes.open(facts.sequences, facts.kv_tokens)
+        with _refusals():
+            ticket = self.lanes.ask(request.tenant, None)
         try:
-            ticket = self.lanes.ask(request.tenant, len(tokens) + request.max_tokens, group)
-        except Refused as error:
-            status = 429 if error.reason == "tenant-limit" else 503
-            raise RequestError(error.reason, str(error), status, error.retry_after_s) from None
-        try:
-            try:
-                async with asyncio.timeout(self.config.queue_s):
-                    await ticket.granted
-            except TimeoutError:
-                raise RequestError("queue-deadline", f"no turn within {self.config.queue_s:g} s", 503, 1.0) from None
             yield ticket
         finally:
             self.lanes.give_back(ticket)
+
+    async def _turn(self, request: GenerationRequest, ticket: Ticket) -> tuple[list[int], Decision]:
+        """Wait for a lane and all the cells that the request can need."""
+        try:
+            async with asyncio.timeout(self.config.queue_s):
+                tokens = await self._tokens(request)
+                decision = self._decide(request, tokens, self._facts())
+                group = decision.prefiller if decision.placement == "disaggregated" else None
+                with _refusals():
+                    self.lanes.measured(ticket, len(tokens) + request.max_tokens, group)
+                await ticket.granted
+        except TimeoutError:
+            raise RequestError("queue-deadline", f"no turn within {self.config.queue_s:g} s", 503, 1.0) from None
+        return tokens, decision
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """As a client is told of them."""
+    try:
+        yield
+    except Refused as error:
+        status = 429 if error.reason == "tenant-limit" else 503
+        raise RequestError(error.reason, str(error), status, error.retry_after_s) from None
 
 
 class _Session:
@@ -353,9 +363,11 @@ def handoff_figures(trace: Trace) -> dict[str, object]:
     }
 
 
-def _check_size(request: GenerationRequest, tokens: list[int], facts: EngineFacts) -> None:
+def _check_prompt(request: GenerationRequest, tokens: list[int], facts: EngineFacts) -> None:
     if not tokens:
         raise RequestError("empty-prompt", "the prompt has no tokens", 400)
+    if any(not 0 <= token < facts.n_vocab for token in tokens):
+        raise RequestError("token-id", f"prompt has a token id outside 0 to {facts.n_vocab - 1}", 400)
     needed = len(tokens) + request.max_tokens
     if needed > facts.n_ctx:
         raise RequestError(
