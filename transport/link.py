@@ -67,6 +67,8 @@ class LinkStats(Protocol):
     page_bytes_sent: int
     page_bytes_received: int
     pages_dropped: int
+    streams: int  # bulk connections now, and why so many
+    streams_reason: str
 
 
 class Link(Protocol):

@@ -54,6 +54,8 @@ class QuicStats:
     pages_received: int = 0  # published
     pages_dropped: int = 0  # refused by the sink, or given up by the peer after it began
     datagram_bytes: int = 0  # what the path carries
+    streams: int = 1
+    streams_reason: str = "one QUIC connection"
 
 
 @dataclass(eq=False)

@@ -15,5 +15,6 @@ class TcpStats:
     pages_dropped: int = 0  # refused by the sink, or cancelled by the peer after it began
     records_repeated: int = 0  # arrived again, or late, after a stream was lost
     streams: int = 0  # alive now
+    streams_reason: str = "the other host's choice"
     streams_lost: int = 0
     bandwidth_bps: float | None = None

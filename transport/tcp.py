@@ -16,25 +16,32 @@ from transport.dial import dial
 from transport.frames import ID_BYTES, KEY_BYTES, MAGIC, MAX_RECORD, MIN_RECORD, OPENING, PREAMBLE, key_chains
 from transport.keys import KeyStore
 from transport.link import LinkError, LinkOwner
+from transport.streams import StreamCount, usable_cores
+from transport.tcp_bulk import SOCKET_BUFFER
 from transport.tcp_control import Control
 from transport.tcp_door import Door, DoorCounts, StrangerLimits
 from transport.tcp_link import MAX_STREAMS, TcpLink, Timing, check_opening, opening, receive_exactly
 
 MAX_LINKS_PER_PEER: Final = 8  # a peer that restarts may come back before its old link was found dead
-DEFAULT_STREAMS: Final = 2
 DEFAULT_RECORD_BYTES: Final = 1 << 20
 _TLS_NAME: Final = "zc-handoff"  # sent in the clear, so the same for everyone; never checked
 
 
+def stream_count(configured: int = 0) -> StreamCount:
+    """What a link connected from here begins with."""
+    return StreamCount(configured, usable_cores(), SOCKET_BUFFER)
+
+
 class TcpEndpoint:
-    """Construct inside a running event loop. `streams` and `record_bytes` apply to links connected from here."""
+    """Construct inside a running event loop. `streams` and `record_bytes` apply to links connected from here; 0 streams
+    are chosen for the path (`transport.streams`)."""
 
     def __init__(
         self,
         keys: KeyStore,
         owner: LinkOwner,
         *,
-        streams: int = DEFAULT_STREAMS,
+        streams: int = 0,
         record_bytes: int = DEFAULT_RECORD_BYTES,
         timing: Timing | None = None,
         limits: StrangerLimits | None = None,
@@ -42,7 +49,7 @@ class TcpEndpoint:
         key_bytes: int = KEY_BYTES,
     ) -> None:
         """`congestion` names a TCP congestion control for bulk connections; the kernel's default otherwise."""
-        if not 1 <= streams <= MAX_STREAMS or not MIN_RECORD <= record_bytes <= MAX_RECORD:
+        if not 0 <= streams <= MAX_STREAMS or not MIN_RECORD <= record_bytes <= MAX_RECORD:
             raise ValueError(f"{streams} streams of {record_bytes}-byte records are out of bounds")
         self.keys = keys
         self.owner = owner
@@ -66,7 +73,7 @@ class TcpEndpoint:
         """A link with all its streams. Raises LinkError; `link_closed` follows if `link_opened` was called."""
         context = self.keys.client_context(peer)
         sock = await self._reach(peer, address)
-        link = TcpLink(self, connecting=(peer, sock.getpeername(), self._streams))
+        link = TcpLink(self, connecting=(peer, sock.getpeername(), stream_count(self._streams)))
         self._links.add(link)
         try:
             async with asyncio.timeout(self.timing.greet_s):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 import socket
 import time
@@ -57,6 +58,7 @@ from transport.keys import KeyStore
 from transport.link import LinkError, LinkOwner
 from transport.outgoing import OutgoingPage, OutgoingPages, PageFuture
 from transport.stats import TcpStats
+from transport.streams import StreamCount
 from transport.tcp_bulk import STREAM_REASONS, BulkStream, tune
 from transport.tcp_control import Control, Mailbox
 from transport.tcp_info import TcpInfo
@@ -98,7 +100,7 @@ class LinkHost(Protocol):
 class TcpLink:
     transport = "tcp"
 
-    def __init__(self, host: LinkHost, *, connecting: tuple[str, SocketAddress, int] | None) -> None:
+    def __init__(self, host: LinkHost, *, connecting: tuple[str, SocketAddress, StreamCount] | None) -> None:
         """`connecting` is (peer, address, streams) on the side that connects."""
         self._loop = asyncio.get_running_loop()
         self._host = host
@@ -119,6 +121,8 @@ class TcpLink:
         self._error: LinkError | None = None
         self._ticker: asyncio.TimerHandle | None = None
         self._ping = (0, 0.0)
+        self._shortest_rtt_s = math.inf
+        self._moved = (time.monotonic(), 0, 0)  # when, and page bytes sent and received by then
         self._heard = 0
         self._silent_ticks = 0
         self._dry_ticks = 0
@@ -197,7 +201,7 @@ class TcpLink:
                 self._tell(Pong(number))
             case Pong(number):
                 if number == self._ping[0]:
-                    self.stats.rtt_s = time.monotonic() - self._ping[1]
+                    self._measured(time.monotonic() - self._ping[1])
             case Done(pages):
                 self._outgoing.acknowledge(pages)
             case Announce(page, announcement):
@@ -264,8 +268,24 @@ class TcpLink:
 
     async def open_streams(self) -> None:
         assert self._connecting is not None
-        for _ in range(self._connecting[2]):
+        streams = self._connecting[2]
+        for _ in range(streams.count):
             await self._open_stream()
+        self.stats.streams_reason = streams.reason
+
+    def _measured(self, rtt_s: float) -> None:
+        """A long path may need more streams than this link began with."""
+        self.stats.rtt_s = rtt_s
+        self._shortest_rtt_s = min(rtt_s, self._shortest_rtt_s)
+        moved = (time.monotonic(), self.stats.page_bytes_sent, self.stats.page_bytes_received)
+        seconds, *nbytes = (now - before for now, before in zip(moved, self._moved, strict=True))
+        self._moved = moved
+        if self._connecting is None or not self._streams:
+            return
+        streams = self._connecting[2]
+        if streams.observe(self._shortest_rtt_s, 8 * max(nbytes) / seconds):  # the busier direction
+            self.stats.streams_reason = streams.reason
+            self._spawn(self._add_stream())
 
     async def _open_stream(self) -> None:
         """Raises LinkError or OSError if no authenticated stream could be had."""
@@ -296,7 +316,7 @@ class TcpLink:
             sock.close()
             raise
 
-    async def _replace_stream(self) -> None:
+    async def _add_stream(self) -> None:
         pause = 0.05
         while self._error is None:
             try:
@@ -335,7 +355,7 @@ class TcpLink:
         for page in self._outgoing.lose(stream):
             self._tell(Announce(page.number, page.shape.packed))
         if self._connecting:
-            self._spawn(self._replace_stream())
+            self._spawn(self._add_stream())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

@@ -111,7 +111,17 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
             "Network", "Directory of this host's key and the keys it trusts (see `zc-handoff keys`).", metavar="DIR"
         ),
     ] = Path(f"{CONFIG_DIR}/keys")
-    streams: Annotated[int, _setting("Network", "Encrypted bulk connections per peer.", metavar="N", ge=1, le=64)] = 2
+    streams: Annotated[
+        int,
+        _setting(
+            "Network",
+            "Encrypted TCP connections per peer for state; 0 lets cores and the measured path decide.",
+            metavar="N",
+            default="chosen; `zc-handoff status` says why",
+            ge=0,
+            le=16,
+        ),
+    ] = 0
 
     n_ctx: Annotated[
         int,
@@ -155,12 +165,13 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         _setting(
             "Engine",
-            "Most tokens per exported page; divides chunk_tokens. Sliding-window models may use less.",
+            "Most tokens per exported page; divides chunk_tokens. 0: as many as make 8 MiB, at most a chunk. Less "
+            "where a ring or a sliding window takes less; `zc-handoff status` shows it.",
             metavar="N",
-            ge=1,
+            ge=0,
             le=65536,
         ),
-    ] = 64
+    ] = 0
     kv_type: Annotated[KvType, _setting("Engine", "Number type of the KV cache. Equal on both hosts.")] = "f16"
     flash_attention: Annotated[Literal["on", "off"], _setting("Engine", "Flash attention. Equal on both hosts.")] = "on"
     threads: Annotated[
@@ -447,7 +458,7 @@ def _complete(config: DaemonConfig) -> DaemonConfig:
         addresses += [(f"peer {name}", split_scheme(address)[1]) for address in many]
     for name, address in addresses:
         _check_address(name, address)
-    if config.page_tokens > config.chunk_tokens or config.chunk_tokens % config.page_tokens:
+    if config.page_tokens and config.chunk_tokens % config.page_tokens:
         raise ConfigError(
             f"page_tokens {config.page_tokens} does not divide chunk_tokens {config.chunk_tokens}: "
             f"set --page-tokens to {config.chunk_tokens} or a divisor of it"

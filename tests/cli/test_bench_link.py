@@ -16,13 +16,14 @@ import pytest
 
 from transport.address import Address
 from transport.keys import KeyStore
-from transport.tcp import DEFAULT_RECORD_BYTES, DEFAULT_STREAMS
+from transport.tcp import DEFAULT_RECORD_BYTES, stream_count
 from zerocopy.cli import bench_link, main
 from zerocopy.cli.bench_link import Ceiling, Plan, Report, Row, Sample, Setting
 
 ROW = {"transport", "streams", "record_bytes", "page_bytes", "codec", "rate_cap_bps", "gbps", "cpu_s_per_gib",
        "percent_of_ceiling"}  # fmt: skip
-SHORT = ["--streams", "2", "--record-kib", "1024", "--page-kib", "4096", "--seconds", "0.1", "--rounds", "1"]
+COUNT = stream_count().count
+SHORT = ["--streams", f"{COUNT}", "--record-kib", "1024", "--page-kib", "4096", "--seconds", "0.1", "--rounds", "1"]
 
 
 def sample(speed: float, **other: Any) -> Sample:
@@ -55,7 +56,7 @@ def test_the_plan_is_the_whole_product_and_its_default_has_the_links_own_default
     assert (
         len(Plan(streams=(1, 2), record_bytes=(4096,), page_bytes=(1, 2, 3), rate_caps_bps=(0, 1e9)).settings()) == 12
     )
-    assert Setting(DEFAULT_STREAMS, DEFAULT_RECORD_BYTES, bench_link.DEFAULT_PAGE_BYTES) in Plan().settings()
+    assert Setting(stream_count().count, DEFAULT_RECORD_BYTES, bench_link.DEFAULT_PAGE_BYTES) in Plan().settings()
 
 
 def test_a_listener_on_every_interface_names_those_another_host_can_dial() -> None:
@@ -106,12 +107,12 @@ def test_both_ends_here_give_every_figure_and_a_picture(tmp_path: Path, capsys: 
     picture = tmp_path / "sweep.svg"
     assert main.run(["bench", "link", *SHORT, "--codec", "none,lz4", "--plot", str(picture), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert set(report) == {"rows", "default", "best", "ceiling"}
+    assert set(report) == {"rows", "default", "best", "ceiling", "streams_reason"}
     wire, codec = report["rows"]
     assert set(wire) >= ROW and set(codec) >= ROW
     assert (wire["transport"], wire["streams"], wire["record_bytes"], wire["page_bytes"]) == (
         "tcp",
-        2,
+        COUNT,
         1 << 20,
         4 << 20,
     )

@@ -137,7 +137,7 @@ def test_threads_default_to_the_physical_cores(open_runtime: OpenRuntime) -> Non
     ("options", "words"),
     [
         (changed(page_tokens=48), "page_tokens 48 does not divide chunk_tokens 64"),
-        (changed(page_tokens=0), "page_tokens 0"),
+        (changed(page_tokens=-1), "page_tokens -1"),
         (changed(chunk_tokens=3, page_tokens=1), "chunk_tokens 3 is below 4"),
         (changed(n_ctx=0), "n_ctx 0"),
         (changed(n_ctx=1 << 30), "n_ctx 1073741824"),

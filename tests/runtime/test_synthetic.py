@@ -94,7 +94,7 @@ def test_a_descriptor_that_is_not_one_is_refused_with_what_to_do(tmp_path: Path,
     [
         SyntheticOptions(n_ctx=256, chunk_tokens=64, page_tokens=48),
         SyntheticOptions(n_ctx=32, chunk_tokens=64, page_tokens=32),
-        SyntheticOptions(n_ctx=256, chunk_tokens=64, page_tokens=0),
+        SyntheticOptions(n_ctx=256, chunk_tokens=64, page_tokens=-1),
         SyntheticOptions(kv_type="q8_0"),
     ],
 )

@@ -52,7 +52,9 @@ def link(
     keys: Annotated[
         Path | None, typer.Option(help="Key directory, as for the daemon.", metavar="DIR", show_default=False)
     ] = None,
-    streams: Annotated[str, typer.Option(help="Bulk connections.", metavar="N,...")] = "1,2,3",
+    streams: Annotated[
+        str | None, typer.Option(help="Bulk connections; else 1 to 3 and what a daemon takes here.", metavar="N,...")
+    ] = None,
     record_kib: Annotated[str, typer.Option(help="Record sizes.", metavar="KIB,...")] = "256,1024",
     page_kib: Annotated[str, typer.Option(help="Page sizes.", metavar="KIB,...")] = "1024,4096",
     codec: Annotated[str, typer.Option(help="Of none, lz4, shuffle+lz4.", metavar="NAME,...")] = "none,lz4,shuffle+lz4",
@@ -74,8 +76,8 @@ def link(
     if connect and not peer:
         raise CliError("--connect needs --peer NAME: the name of its key among `zc-handoff keys show`", ExitCode.USAGE)
     plan = b.Plan(
-        _numbers(streams), _numbers(record_kib, 1024), _numbers(page_kib, 1024), _codecs(codec),
-        _numbers(rate_cap_gbps, 10**9), seconds, rounds,
+        _numbers(streams) if streams else b.Plan().streams, _numbers(record_kib, 1024), _numbers(page_kib, 1024),
+        _codecs(codec), _numbers(rate_cap_gbps, 10**9), seconds, rounds,
     )  # fmt: skip
     b.check(plan)
     with contextlib.ExitStack() as stack:
@@ -150,7 +152,7 @@ def path(
     prefill_speed: Annotated[float, typer.Option(help="Of that measurement, tokens a second.", min=1)] = 8192.0,
     geometry: Annotated[Literal["nemotron-3-super", "small"], typer.Option(help="Whose state.")] = "nemotron-3-super",
     chunk_tokens: Annotated[int, typer.Option(help="Prompt tokens per engine call.", min=1)] = 1024,
-    page_tokens: Annotated[int, typer.Option(help="Most tokens per page.", min=1)] = 1024,
+    page_tokens: Annotated[int, typer.Option(help="Most tokens per page; 0: as a daemon chooses.", min=0)] = 0,
     ring_mib: Annotated[int, typer.Option(help="Size of each ring.", min=1)] = 64,
     link_seconds: Annotated[float, typer.Option(help="Of each measurement of the bare link.", min=0.05)] = 1.5,
     json: Json = False,
@@ -234,7 +236,7 @@ def _link_table(report: Any) -> RenderableType:
         mark = "bold" if row == report.best else ""
         rows.add_row(*(Text(cell, mark) for cell in _cells(row)))
     facts = {
-        "default": _named(report.default) if report.default else "not in this sweep",
+        "default": f"{_named(report.default)}: {report.streams_reason}" if report.default else "not in this sweep",
         "best": _named(report.best) if report.best else "none without a cap",
         "ceiling": f"plain TCP, one stream: {_speed(report.ceiling.plaintext_gbps)}; "
         f"iperf3 -P1: {_speed(report.ceiling.iperf3_gbps)}",

@@ -31,7 +31,7 @@ import uvloop
 from transport.address import Address, parse
 from transport.frames import MAX_RECORD, MIN_RECORD
 from transport.keys import KeyStore
-from transport.tcp import DEFAULT_RECORD_BYTES, DEFAULT_STREAMS, TcpEndpoint
+from transport.tcp import DEFAULT_RECORD_BYTES, TcpEndpoint, stream_count
 from transport.tcp_link import MAX_STREAMS, TcpLink
 from zerocopy.cli.bench_codec import CODECS, codec_rows
 from zerocopy.cli.bench_ends import (
@@ -51,7 +51,6 @@ from zerocopy.cli.plot import Panel, svg
 from zerocopy.cli.screen import CliError, ExitCode, bytes_text
 
 DEFAULT_PAGE_BYTES: Final = 4 << 20
-STREAMS: Final = (1, 2, 3)
 RECORDS: Final = (256 << 10, 1 << 20)
 PAGES: Final = (1 << 20, 4 << 20)
 WARM_UP: Final = 0.25  # of a row's time, before it counts
@@ -114,12 +113,13 @@ class Report(msgspec.Struct, frozen=True):
     default: Row | None
     best: Row | None
     ceiling: Ceiling
+    streams_reason: str = ""  # why a link from here has the default's number of streams
 
 
 class Plan(msgspec.Struct, frozen=True):
     """What to sweep. `rate_caps_bps` 0 is no cap."""
 
-    streams: Sequence[int] = STREAMS
+    streams: Sequence[int] = msgspec.field(default_factory=lambda: sorted({1, 2, 3, stream_count().count}))
     record_bytes: Sequence[int] = RECORDS
     page_bytes: Sequence[int] = PAGES
     codecs: Sequence[str] = CODECS
@@ -169,10 +169,11 @@ def sweep(plan: Plan, target: Target, step: Callable[[str], None]) -> Report:
     samples, plain, iperf = uvloop.run(_sweep(plan, target, step))
     ceiling = Ceiling(_median_or_none(plain), _median_or_none(iperf))
     rows = [_row(setting, many, ceiling) for setting, many in samples.items()]
-    ours = Setting(DEFAULT_STREAMS, DEFAULT_RECORD_BYTES, DEFAULT_PAGE_BYTES)
+    chosen = stream_count()
+    ours = Setting(chosen.count, DEFAULT_RECORD_BYTES, DEFAULT_PAGE_BYTES)
     default = next((row for setting, row in zip(samples, rows, strict=True) if setting == ours), None)
     best = max((row for row in rows if not row.rate_cap_bps), key=lambda row: row.gbps, default=None)
-    return Report([*rows, *_codec_rows(plan, ceiling, step)], default, best, ceiling)
+    return Report([*rows, *_codec_rows(plan, ceiling, step)], default, best, ceiling, chosen.reason)
 
 
 async def _sweep(

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 import psutil
 
-from transport.tcp import DEFAULT_RECORD_BYTES, DEFAULT_STREAMS
+from transport.tcp import DEFAULT_RECORD_BYTES, stream_count
 from zerocopy.cli import bench_link
 from zerocopy.cli.hosts import Host, Hosts
 from zerocopy.cli.measuring import GIB, gbps, median
@@ -42,7 +42,7 @@ class PathPlan(msgspec.Struct, frozen=True):
     prefill_tokens_per_s: float = 8192.0  # of the overlap pass
     geometry: GeometryName = "nemotron-3-super"
     chunk_tokens: int = 1024
-    page_tokens: int = 1024
+    page_tokens: int = 0  # chosen
     ring_mib: int = 64
     link_seconds: float = 1.5
 
@@ -161,8 +161,9 @@ def _link(plan: PathPlan, folder: Path, step: Callable[[str], None]) -> bench_li
     """The link's default setting, alone."""
     step("link")
     ours = bench_link.Plan(
-        streams=(DEFAULT_STREAMS,), record_bytes=(DEFAULT_RECORD_BYTES,), page_bytes=(bench_link.DEFAULT_PAGE_BYTES,),
-        codecs=("none",), seconds=plan.link_seconds, rounds=1, ceilings=False,
+        streams=(stream_count().count,), record_bytes=(DEFAULT_RECORD_BYTES,),
+        page_bytes=(bench_link.DEFAULT_PAGE_BYTES,), codecs=("none",),
+        seconds=plan.link_seconds, rounds=1, ceilings=False,
     )  # fmt: skip
     with bench_link.other_end_here(folder) as target:
         return bench_link.sweep(ours, target, lambda _: None).rows[0]

@@ -38,6 +38,7 @@ from zerocopy.handoff.messages import (
 )
 from zerocopy.runtime.base import EngineFacts
 from zerocopy.runtime.llama.engine import LlamaOptions
+from zerocopy.runtime.pages import most_page_bytes
 from zerocopy.worker import protocol as p
 from zerocopy.worker.main import WorkerOptions
 
@@ -140,6 +141,7 @@ class Core:
             "engine": msgspec.to_builtins(facts.identity) if facts else None,
             "model": facts.model_name if facts else None,
             "n_ctx": facts.n_ctx if facts else None,
+            "page_tokens": facts.page_tokens if facts else None,
             "worker": {
                 "pid": self.worker.pid,
                 "restarts": self.worker.restarts,
@@ -262,6 +264,7 @@ def worker_options(config: DaemonConfig) -> WorkerOptions:
             kv_tokens=config.kv_tokens,
             chunk_tokens=config.chunk_tokens,
             page_tokens=config.page_tokens,
+            page_bytes=most_page_bytes(config.ring_mib << 20),
             kv_type_k=config.kv_type,
             kv_type_v=config.kv_type,
             flash_attention=config.flash_attention == "on",

@@ -192,6 +192,8 @@ class Peers:
             "roles": list(peer.hello.roles) if peer.hello else [],
             "transport": peer.link.transport if peer.link else None,
             "rtt_ms": 1e3 * stats.rtt_s if stats and stats.rtt_s is not None else None,
+            "streams": stats.streams if stats else None,
+            "streams_reason": stats.streams_reason if stats else None,
             "last_error": None if peer.link else peer.last_error,
             **(peer.paths.describe() if peer.paths else {"path": None, "path_reason": BY_PEER, "paths": []}),
         }

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from zerocopy.handoff.components import Component, ComponentSpec, Identity, StateSchema
 from zerocopy.runtime.base import EngineCounters, EngineError, EngineFacts, Logits, Output, Positions, Row
+from zerocopy.runtime.pages import PAGE_BYTES, page_tokens
 
 SUFFIX: Final = ".synthetic.json"
 MAX_DESCRIPTOR_BYTES: Final = 1 << 16
@@ -95,9 +96,10 @@ class Descriptor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SyntheticOptions(msgspec.Struct, frozen=True):
     n_ctx: int = 4096
     chunk_tokens: int = 256
-    page_tokens: int = 64
+    page_tokens: int = 0  # at most; 0: chosen by bytes (`runtime.pages`)
     kv_type: str = "f16"
     sequences: int = 1
+    page_bytes: int = PAGE_BYTES  # the most that a ring takes as one page
     kv_tokens: int = 0  # 0: n_ctx for every sequence; nothing is allocated for it
 
 
@@ -165,7 +167,7 @@ class SyntheticRuntime:
             exporting_lanes=options.sequences,
             n_vocab=self._n_vocab,
             chunk_tokens=options.chunk_tokens,
-            page_tokens=options.page_tokens,
+            page_tokens=page_tokens(schema, options.chunk_tokens, options.page_tokens, options.page_bytes),
             export_before_next_chunk=False,
             chat_template=None,
             bos_token="",
@@ -512,7 +514,7 @@ def _sized(spec: ComponentSpec, tokens: Range, view: memoryview) -> ComponentSpe
 
 def _check(options: SyntheticOptions) -> None:
     chunk, page = options.chunk_tokens, options.page_tokens
-    if page < 1 or chunk < page or chunk % page or chunk > options.n_ctx:
+    if page < 0 or chunk < page or (page and chunk % page) or chunk > options.n_ctx:
         sizes = f"page_tokens {page}, chunk_tokens {chunk}, n_ctx {options.n_ctx}"
         raise EngineError("engine-options", f"{sizes}: each must divide or fit the next")
     if options.kv_type != "f16":

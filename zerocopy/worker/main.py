@@ -35,7 +35,15 @@ def open_runtime(options: WorkerOptions) -> Runtime:
         o = options.llama
         return SyntheticRuntime(
             options.model,
-            SyntheticOptions(o.n_ctx, o.chunk_tokens, o.page_tokens, o.kv_type_k, o.sequences, o.kv_tokens),
+            SyntheticOptions(
+                n_ctx=o.n_ctx,
+                chunk_tokens=o.chunk_tokens,
+                page_tokens=o.page_tokens,
+                page_bytes=o.page_bytes,
+                kv_type=o.kv_type_k,
+                sequences=o.sequences,
+                kv_tokens=o.kv_tokens,
+            ),
         )
     return LlamaRuntime(options.model, options.llama)
 

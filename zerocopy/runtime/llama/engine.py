@@ -23,6 +23,7 @@ from zerocopy.runtime.llama.context import KV_TYPES, MAX_LIVE_SEQUENCES, N_CTX_S
 from zerocopy.runtime.llama.family import family_of
 from zerocopy.runtime.llama.lane import LaneModel, LlamaLane
 from zerocopy.runtime.llama.pool import LlamaPool
+from zerocopy.runtime.pages import PAGE_BYTES, page_tokens
 
 _MAX_PIECE_BYTES: Final = 256
 _MAX_CTX: Final = 1 << 22
@@ -36,7 +37,8 @@ class LlamaOptions(msgspec.Struct, frozen=True):
     sequences: int = 1  # live at once, per pool of lanes
     kv_tokens: int = 0  # all sequences of a pool together; 0: twice n_ctx, or n_ctx for one sequence
     chunk_tokens: int = 256
-    page_tokens: int = 64  # at most; sliding-window models may need smaller pages
+    page_tokens: int = 0  # at most; 0: chosen by bytes (`runtime.pages`)
+    page_bytes: int = PAGE_BYTES  # the most that a ring takes as one page
     kv_type_k: str = "f16"
     kv_type_v: str = "f16"
     flash_attention: bool = True
@@ -120,8 +122,6 @@ class LlamaRuntime:
 
     def _facts(self, path: Path, header: GgufHeader, options: LlamaOptions) -> EngineFacts:
         lane = self._lane_model
-        attention = lane.schema.spec(Component.ATTENTION_KV)
-        longest = attention.max_page_tokens if attention else options.chunk_tokens
         return EngineFacts(
             identity=_identity(self._library, path, header, lane.options, lane.schema),
             schema=lane.schema,
@@ -133,7 +133,7 @@ class LlamaRuntime:
             exporting_lanes=1 if self._library.c.llama_model_n_swa(self._model) else lane.options.sequences,
             n_vocab=lane.n_vocab,
             chunk_tokens=options.chunk_tokens,
-            page_tokens=_page_tokens(options, longest),
+            page_tokens=page_tokens(lane.schema, options.chunk_tokens, options.page_tokens, options.page_bytes),
             export_before_next_chunk=False,  # swa_full keeps every cell
             chat_template=header.chat_template,
             bos_token=self._special(self._library.c.llama_vocab_bos(self._vocab)),
@@ -159,7 +159,7 @@ def _check_options(options: LlamaOptions) -> None:
                     f"chunk_tokens {options.chunk_tokens} is below {_MIN_CHUNK}",
                 ),
                 (
-                    options.page_tokens < 1 or options.chunk_tokens % options.page_tokens > 0,
+                    options.page_tokens < 0 or (options.page_tokens and options.chunk_tokens % options.page_tokens > 0),
                     f"page_tokens {options.page_tokens} does not divide chunk_tokens {options.chunk_tokens}",
                 ),
                 (
@@ -211,12 +211,6 @@ def _rounded(tokens: int) -> int:
 def _physical_cores() -> int:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(psutil.cpu_count(logical=False) or allowed, allowed)
-
-
-def _page_tokens(options: LlamaOptions, longest: int) -> int:
-    """The largest page up to the configured one that divides a chunk and that the window does not cut."""
-    limit = min(options.page_tokens, longest)
-    return next(n for n in range(limit, 0, -1) if options.chunk_tokens % n == 0)
 
 
 def _load(library: Library, path: Path, *, load_mtp: bool) -> Any:

@@ -1,0 +1,56 @@
+"""Pages are as large as is cheap: chosen in bytes, within a chunk, a ring and what the engine moves as one."""
+
+from __future__ import annotations
+
+import pytest
+
+from zerocopy.handoff.components import HEADER_BYTES, RECORD_OVERHEAD, Component, ComponentSpec, StateSchema
+from zerocopy.runtime.base import EngineError
+from zerocopy.runtime.pages import PAGE_BYTES, most_page_bytes, page_tokens
+
+RING = most_page_bytes(64 << 20)
+
+
+def schema(token_bytes: int, longest: int = 1 << 24) -> StateSchema:
+    spec = ComponentSpec(Component.ATTENTION_KV, True, (token_bytes // 2,) * 2, max_page_tokens=longest)
+    return StateSchema("test", (spec,))
+
+
+@pytest.mark.parametrize(
+    ("token_bytes", "chunk", "expected"),
+    [
+        (8192, 1024, 1024),  # Nemotron 3 Super: 8 MiB
+        (327_680, 1024, 16),  # Llama 70B, 80 layers x 8 heads x 128 x (K, V) x F16: 64 tokens would be 20 MiB
+        (23_040, 256, 256),  # SmolLM2: no page is longer than a chunk
+        (327_680, 1000, 25),  # whatever divides the chunk
+        (12 << 20, 1024, 1),  # one token is more than a page should be, but fits the ring
+    ],
+)
+def test_a_page_has_the_most_tokens_within_8_mib_that_divide_a_chunk(
+    token_bytes: int, chunk: int, expected: int
+) -> None:
+    assert page_tokens(schema(token_bytes), chunk, 0, RING) == expected
+
+
+def test_what_is_asked_for_may_exceed_8_mib_but_never_a_ring() -> None:
+    assert page_tokens(schema(327_680), 1024, 32, RING) == 32
+    assert page_tokens(schema(327_680), 1024, 64, RING) == 32
+    assert page_tokens(schema(8192), 1024, 64, RING) == 64
+    assert page_tokens(schema(8192), 1024, 0, most_page_bytes(1 << 20)) == 16
+
+
+def test_a_sliding_window_and_a_model_without_pages_have_the_last_word() -> None:
+    assert page_tokens(schema(8192, longest=100), 1024, 0, RING) == 64
+    assert page_tokens(StateSchema("mamba", ()), 512, 0, RING) == 512
+
+
+def test_a_model_whose_token_fits_no_ring_is_refused_with_the_size_that_would_do() -> None:
+    with pytest.raises(EngineError, match="start with --ring-mib 129") as error:
+        page_tokens(schema(32 << 20), 1024, 0, RING)
+    assert error.value.reason == "page-too-large"
+    assert most_page_bytes(129 << 20) >= 32 << 20 > most_page_bytes(128 << 20)
+
+
+def test_the_largest_page_and_its_headers_are_a_quarter_of_the_ring() -> None:
+    assert most_page_bytes(64 << 20) + HEADER_BYTES + RECORD_OVERHEAD == 16 << 20
+    assert PAGE_BYTES < RING

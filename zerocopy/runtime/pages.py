@@ -1,0 +1,39 @@
+"""How many tokens one exported page holds: chosen in bytes, because that is what a page costs. Pure."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from zerocopy.handoff.components import HEADER_BYTES, RECORD_OVERHEAD, Component, StateSchema
+from zerocopy.runtime.base import EngineError
+
+# A page costs both hosts some Python whatever its size, and the next one waits until it has been exported whole: with
+# Nemotron 3 Super's state the path costs 3.5 CPU-s/GiB in pages of 512 KiB, 2.0 of 2 MiB, 1.1 of 8 MiB.
+PAGE_BYTES: Final = 8 << 20
+
+
+def most_page_bytes(ring_bytes: int) -> int:
+    """The largest payload of a record in a ring of that size: a quarter of it, headers not counted."""
+    return ring_bytes // 4 - RECORD_OVERHEAD - HEADER_BYTES
+
+
+def page_tokens(schema: StateSchema, chunk_tokens: int, wanted: int, most_bytes: int) -> int:
+    """The most tokens that divide a chunk (so that no page waits for a second one) and that the engine moves as one
+    page: at most `wanted` or, where that is 0, of at most PAGE_BYTES; always of at most `most_bytes`, what a ring
+    takes. Raises EngineError where not even one token's page fits a ring."""
+    specs = [spec for spec in map(schema.spec, (Component.ATTENTION_KV, Component.MTP_KV)) if spec is not None]
+
+    def size(tokens: int) -> int:
+        return max((spec.page_bytes((0, spec.layers), (0, tokens)) for spec in specs), default=0)
+
+    if size(1) > most_bytes:
+        ring_mib = -(-4 * (size(1) + RECORD_OVERHEAD + HEADER_BYTES) // (1 << 20))
+        raise EngineError(
+            "page-too-large",
+            f"a page of one token of this model has {size(1)} bytes, the rings take {most_bytes}: "
+            f"start with --ring-mib {ring_mib}",
+        )
+    limit = most_bytes if wanted else min(PAGE_BYTES, most_bytes)
+    longest = min([wanted or chunk_tokens, chunk_tokens, *(spec.max_page_tokens for spec in specs)])
+    fitting = (n for n in range(longest, 0, -1) if chunk_tokens % n == 0 and size(n) <= limit)
+    return next(fitting, 1)  # one token may be more than a page should be
