@@ -189,7 +189,7 @@ static void write_packets(struct end *end, const uint8_t *buffer) {
   if (buffer != NULL && end->stream < 0 && ngtcp2_conn_get_handshake_completed(end->conn)) {
     ngtcp2_conn_open_uni_stream(end->conn, &end->stream, NULL);
   }
-  while (written < quantum) {
+  while (written == 0 || written + end->datagram <= quantum) { /* beyond a full batch: one more system call */
     size_t at = end->moved % BUFFER;
     ngtcp2_vec vector = {(uint8_t *)(uintptr_t)buffer + at, BUFFER - at};
     ngtcp2_ssize taken = -1;
