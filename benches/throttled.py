@@ -62,8 +62,8 @@ def ask(host: Host, tokens: int, number: int) -> tuple[float, dict[str, Any]]:
     return time.monotonic() - began, answer.body["timings"]["handoff"]
 
 
-def beside(two: Two, number: int, *, computed: bool) -> tuple[float, dict[str, Any]]:
-    """(seconds of the other, the slow one's handoff)"""
+def beside(two: Two, number: int, *, computed: bool) -> tuple[float, float]:
+    """(seconds of the other, KV bytes a second of the slow one)"""
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(ask, two.decoder, SLOW, number)
         while not two.prefiller.status()["handoffs_out"]:
@@ -73,7 +73,8 @@ def beside(two: Two, number: int, *, computed: bool) -> tuple[float, dict[str, A
         took, _ = ask(two.decoder, OTHER, number + 1)
         if slow.done():
             raise SystemExit("the throttled handoff ended before the other")
-        return took, slow.result()[1]
+        slow_s, handoff = slow.result()
+        return took, handoff["kv_bytes"] / slow_s
 
 
 def wait_for_idle(worker: psutil.Process) -> None:
@@ -92,7 +93,7 @@ def run(rounds: int) -> dict[str, Any]:
         ask(two.decoder, OTHER, 0)  # warm
         for turn in range(rounds):
             alone.append(ask(two.decoder, OTHER, 10 * turn + 1)[0])
-            took, slow = beside(two, 10 * turn + 2, computed=True)
+            took, slow_rate = beside(two, 10 * turn + 2, computed=True)
             transferring.append(took)
             at_once.append(beside(two, 10 * turn + 4, computed=False)[0])
             print(f"alone {alone[-1]:.2f} s, beside {took:.2f} s, at once {at_once[-1]:.2f} s", file=sys.stderr)
@@ -102,7 +103,7 @@ def run(rounds: int) -> dict[str, Any]:
         "ratio": round(median(transferring) / median(alone), 3),
         "at_once_s": round(median(at_once), 3),
         "ratio_at_once": round(median(at_once) / median(alone), 3),
-        "slow_bytes_per_s": round(slow["kv_bytes"] / slow["wire_ms"] * 1e3),
+        "slow_bytes_per_s": round(slow_rate),
         "rounds": rounds,
         "load": os.getloadavg()[0],
     }

@@ -59,7 +59,8 @@ def test_every_setting_can_be_given_in_all_three_ways(model: Path, tmp_path: Pat
         "chunk_tokens": 128, "page_tokens": 32, "kv_type": "q8_0", "flash_attention": "off", "threads": 2, "mtp": "off",
         "sequences": 3, "kv_tokens": 9000, "queue": 7, "tenant_requests": 5, "api_keys": {"ann": "k2"},
         "ring_mib": 9, "rings": 2, "placement": "disaggregated", "allow_fallback": False, "probe": False,
-        "allow_proofs": True, "queue_s": 1.5, "transfer_s": 2, "request_s": 3, "api_key": "abc",
+        "allow_proofs": True, "queue_s": 1.5, "transfer_s": 2, "request_s": 3, "drain_s": 4,
+            "engine_call_s": 5, "api_key": "abc",
         "api_key_file": str(key_file), "log_level": "debug", "log_format": "json",
     }  # fmt: skip
     for setting in config.settings():

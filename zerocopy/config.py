@@ -124,14 +124,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
 
     n_ctx: Annotated[
-        int,
-        _setting(
-            "Engine",
-            "Longest prompt plus answer, in tokens.",
-            metavar="N",
-            ge=32,
-            le=1 << 24,
-        ),
+        int, _setting("Engine", "Longest prompt plus answer, in tokens.", metavar="N", ge=32, le=1 << 24)
     ] = 4096
     sequences: Annotated[
         int,
@@ -176,14 +169,18 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     flash_attention: Annotated[Literal["on", "off"], _setting("Engine", "Flash attention. Equal on both hosts.")] = "on"
     threads: Annotated[
         int,
+        _setting("Engine", "Engine threads; 0: one a physical core. Equal on both hosts.", metavar="N", ge=0, le=1024),
+    ] = 0
+    engine_call_s: Annotated[
+        float,
         _setting(
             "Engine",
-            "Engine threads; 0 means one per physical core. Equal on both hosts for bit-equal results.",
-            metavar="N",
-            ge=0,
-            le=1024,
+            "Longest engine call, a chunk of a prompt. A worker that is silent for longer hangs: it is started again.",
+            metavar="SECONDS",
+            gt=0,
+            le=3600,
         ),
-    ] = 0
+    ] = 30.0
     mtp: Annotated[
         Literal["auto", "off"],
         _setting(
@@ -241,6 +238,16 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     request_s: Annotated[
         float, _setting("Requests", "Longest request, from arrival to last token.", metavar="SECONDS", gt=0, le=86400)
     ] = 600.0
+    drain_s: Annotated[
+        float,
+        _setting(
+            "Requests",
+            "After SIGTERM: how long running requests may take to end. A second signal ends them at once.",
+            metavar="SECONDS",
+            ge=0,
+            le=86400,
+        ),
+    ] = 25.0
 
     api_key: Annotated[
         str | None,

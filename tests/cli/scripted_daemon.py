@@ -1,6 +1,6 @@
 """A daemon as far as `Hosts` can tell: takes its flags, answers /v1/status, obeys or ignores signals.
 
-`--model` says how it behaves: "ready", "starting", "dies", "deaf" (to SIGTERM), "broken" (no HTTP). It writes its flags
+`--model` says how it behaves: "ready", "starting", "dies", "deaf" (to signals), "broken" (no HTTP). It writes its flags
 to standard output, which is its log.
 """
 
@@ -53,6 +53,7 @@ def main() -> None:
         sys.exit(1)
     if MODEL == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     if MODEL == "broken":
         time.sleep(60)
     host, port = FLAGS["--http"][0].split(":")

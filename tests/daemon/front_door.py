@@ -45,6 +45,7 @@ class ScriptedService:
         self.closed = asyncio.Event()
         self.completed = 0
         self.not_serving: str | None = None
+        self.engine: str | None = None
         self.name: str | None = "tiny-model"
         self.template: tuple[str, str, str] | None = (CHATML, "<|im_start|>", "<|im_end|>")
 
@@ -63,7 +64,7 @@ class ScriptedService:
             self.closed.set()
 
     def status(self) -> ServiceStatus:
-        return ServiceStatus(self.not_serving is None, self.not_serving, {"requests": {"active": 1}})
+        return ServiceStatus(self.not_serving is None, self.not_serving, {"requests": {"active": 1}}, self.engine)
 
     def model_name(self) -> str | None:
         return self.name

@@ -66,6 +66,8 @@ def serve(sock: socket.socket, channel: p.WorkerSocket) -> None:
                 case p.Tokenize(text="close and linger"):
                     sock.shutdown(socket.SHUT_RDWR)
                     time.sleep(60)
+                case p.Ping():
+                    channel.send(p.Pong())
                 case p.Shutdown():
                     return
 

@@ -14,7 +14,7 @@ import pytest
 from tests.daemon.scripted_worker import FACTS
 from tests.daemon.wires import Peer, joined, run, until
 from zerocopy.config import DaemonConfig
-from zerocopy.daemon.core import Core
+from zerocopy.daemon.core import SHUTDOWN_RETRY_S, Core
 from zerocopy.daemon.requests import GenerationRequest, RequestError
 from zerocopy.daemon.telemetry import Telemetry
 from zerocopy.daemon.trace import KEPT, Trace
@@ -121,9 +121,32 @@ def test_a_host_that_stops_refuses_what_is_new(tmp_path: Path) -> None:
         async with running(role="prefill") as core, greeted(tmp_path, core) as peer:
             await core.stop()
             assert (await refusal(core)).reason == "shutdown"
-            assert core.status().reason == "shutting down"
+            assert core.status().reason == "draining: it ends what runs and takes nothing new"
             peer.say(prefill())
             assert (await peer.hear(Abort)).reason == "shutdown"
+
+    run(scenario())
+
+
+def test_a_host_that_drains_takes_nothing_new_and_ends_what_runs(tmp_path: Path) -> None:
+    """Q2: its peers know it at once."""
+
+    async def scenario() -> None:
+        async with running(role="prefill+decode") as core, greeted(tmp_path, core) as peer:
+            await until(lambda: core.worker.facts)
+            begun = asyncio.create_task(refusal(core))
+            await until(lambda: core.status().detail["slots"]["decode"]["held_sequences"])  # type: ignore[index]
+            core.drain()
+            error = await refusal(core)
+            assert (error.reason, error.status, error.retry_after_s) == ("shutdown", 503, SHUTDOWN_RETRY_S)
+            assert not core.status().serving
+            await until(lambda: peer.all(Hello)[-1].identity is None)
+            drained = asyncio.create_task(core.drained())
+            await asyncio.sleep(0.1)
+            assert not drained.done()
+            await core.stop()
+            assert (await begun).reason == "shutdown"
+            await drained
 
     run(scenario())
 

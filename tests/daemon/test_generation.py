@@ -278,19 +278,79 @@ def test_a_job_that_fails_is_an_error_with_the_engines_reason() -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("when", ["before", "during"])
-def test_a_worker_that_dies_is_an_error_to_retry(when: str) -> None:
+def assert_to_retry(error: RequestError) -> None:
+    assert (error.reason, error.status) == ("worker-lost", 503)
+    assert error.retry_after_s is not None
+
+
+def test_without_a_worker_a_request_is_told_to_come_back() -> None:
     async def scenario() -> None:
         async with host() as one:
-            if when == "before":
-                one.worker.lose()
+            one.worker.lose()
+            assert_to_retry(await refusal(background(gather(one.generate()))))
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("when", ["tokenizing", "reading the prompt", "generating what is sent whole"])
+def test_a_worker_that_dies_before_the_client_has_anything_costs_time_only(when: str) -> None:
+    """G8: the request keeps its place and runs again on the next worker."""
+    prompt = "text" if when == "tokenizing" else PROMPT
+    request = msgspec.structs.replace(REQUEST, prompt=prompt, whole=when.startswith("generating"))
+
+    async def scenario() -> None:
+        async with host() as one:
+            task = background(gather(one.generate(request)))
+            first = await one.worker.got(p.Tokenize if when == "tokenizing" else p.Generate)
+            if request.whole:
+                one.worker.say(p.TextDelta(first.job, "lost", 1))
+                await asyncio.sleep(0.01)
+            one.worker.lose()
+            await asyncio.sleep(0.01)
+            assert not task.done()
+            one.worker.revive()
+            if when == "tokenizing":
+                again = await one.worker.got(p.Tokenize, 2)
+                one.worker.say(p.Tokenized(again.job, PROMPT))
+            one.answer(await one.worker.got(p.Generate, 1 if when == "tokenizing" else 2), "good")
+            events = await task
+            assert [event.text for event in events if isinstance(event, Delta)] == ["good"]
+            assert isinstance(events[0], Started) and isinstance(events[-1], Finished)
+            assert one.nothing_held()
+
+    run(scenario())
+
+
+def test_a_worker_that_dies_when_the_answer_has_begun_is_an_error_to_retry() -> None:
+    """What was sent cannot be taken back, and a second answer might differ."""
+
+    async def scenario() -> None:
+        async with host() as one:
+            events = one.generate()
+            began = background(anext(events))
+            one.worker.say(p.TextDelta((await one.worker.got(p.Generate)).job, "a", 1))
+            await began
+            one.worker.lose()
+            one.worker.revive()
+            assert_to_retry(await refusal(background(gather(events))))
+            assert len(one.worker.all(p.Generate)) == 1 and one.nothing_held()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("dies", ["twice", "for good"])
+def test_a_worker_that_does_not_come_back_or_dies_again_is_an_error_to_retry(dies: str) -> None:
+    async def scenario() -> None:
+        async with host(queue_s=0.2) as one:
             task = background(gather(one.generate()))
-            if when == "during":
-                await one.worker.got(p.Generate)
+            await one.worker.got(p.Generate)
+            one.worker.lose()
+            if dies == "twice":
+                one.worker.revive()
+                await one.worker.got(p.Generate, 2)
                 one.worker.lose()
-            error = await refusal(task)
-            assert (error.reason, error.status) == ("worker-lost", 503)
-            assert error.retry_after_s is not None
+            assert_to_retry(await refusal(task))
+            assert one.nothing_held()
 
     run(scenario())
 

@@ -333,14 +333,22 @@ def test_a_body_that_never_arrives_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 
 
 @on_uvloop
-async def test_health_and_ready_say_able_to_serve_and_live_says_alive() -> None:
-    paths = ("/health", "/ready", "/live")
+async def test_live_health_and_ready_tell_daemon_engine_and_service_apart() -> None:
+    """Alive and able are two things: a host that drains is well and takes no request."""
+    paths = ("/live", "/health", "/ready")
     async with open_door() as door:
-        assert [(await door.get(path)).json for path in paths] == [{"status": "ok"}] * 3
-        door.service.not_serving = "worker-starting"
-        replies = [await door.get(path) for path in paths]
-        assert [reply.status for reply in replies] == [503, 503, 200]
-        assert [reply.json.get("reason") for reply in replies] == ["worker-starting", "worker-starting", None]
+        for engine, not_serving, codes in [
+            (None, None, [200, 200, 200]),
+            (None, "draining", [200, 200, 503]),
+            ("it restarts", "it restarts", [200, 503, 503]),
+        ]:
+            door.service.engine, door.service.not_serving = engine, not_serving
+            replies = [await door.get(path) for path in paths]
+            assert [reply.status for reply in replies] == codes
+            assert [reply.json["status"] for reply in replies] == ["ok" if c == 200 else "unavailable" for c in codes]
+            health = {"engine": engine or "ready", "ready": not_serving is None, "reason": not_serving}
+            assert health.items() <= replies[1].json.items()
+            assert replies[2].json.get("reason") == not_serving
 
 
 @on_uvloop

@@ -48,13 +48,13 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 class Supervised:
     """A worker process with this host's memory and a record of what its owner was told."""
 
-    def __init__(self, command: Sequence[str], model: str = "") -> None:
+    def __init__(self, command: Sequence[str], model: str = "", **more: float) -> None:
         self.memory = SharedMemory(export=True, landing=True, rings=2, ring_bytes=1 << 18)
         self.attached: list[list[int]] = []
         self.changes: list[str] = []
         self.lost = 0
         options = WorkerOptions(model, BOTH, TINY)
-        self.worker = WorkerProcess(options, self._attach, self._changed, self._lost, command)
+        self.worker = WorkerProcess(options, self._attach, self._changed, self._lost, command, **more)
         self.pids: set[int] = set()
         self._task = asyncio.create_task(self.worker.run())
 
@@ -94,8 +94,8 @@ class Supervised:
 
 
 @contextlib.asynccontextmanager
-async def supervised(command: Sequence[str], model: str = "") -> AsyncIterator[Supervised]:
-    host = Supervised(command, model)
+async def supervised(command: Sequence[str], model: str = "", **more: float) -> AsyncIterator[Supervised]:
+    host = Supervised(command, model, **more)
     try:
         yield host
     finally:
@@ -187,12 +187,12 @@ def read(slab: Slab) -> bytes:
     return os.pread(fd, slab.capacity, os.fstat(fd).st_size - slab.capacity)
 
 
-def test_a_worker_that_hangs_is_killed_when_it_does_not_release(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody may use memory that a stopped process could still write."""
-    monkeypatch.setattr(worker_process, "RELEASE_TIMEOUT_S", 0.3)
+def test_a_worker_that_hangs_is_killed_and_its_jobs_end(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then nobody may use memory that a stopped process could still write."""
+    monkeypatch.setattr(worker_process, "PING_S", 0.1)
 
     async def scenario() -> None:
-        async with supervised(WORKER_COMMAND, str(model)) as host:
+        async with supervised(WORKER_COMMAND, str(model), silence_s=0.3) as host:
             await host.up()
             first = host.worker.pid
             assert first is not None
@@ -203,6 +203,24 @@ def test_a_worker_that_hangs_is_killed_when_it_does_not_release(model: Path, mon
             assert job.lost
             assert not psutil.pid_exists(first)
             await host.up(lives=2)
+
+    run(scenario())
+
+
+def test_a_worker_that_is_only_slow_is_left_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "PING_S", 0.05)
+
+    async def scenario() -> None:
+        async with supervised(WORKER_COMMAND, str(model), silence_s=5.0) as host:
+            await host.up()
+            job = host.worker.open_job()
+            assert host.worker.pid is not None
+            os.kill(host.worker.pid, signal.SIGSTOP)
+            await asyncio.sleep(0.3)
+            os.kill(host.worker.pid, signal.SIGCONT)
+            await asyncio.sleep(0.3)
+            assert not job.lost and host.worker.restarts == 0
+            await job.release()
 
     run(scenario())
 

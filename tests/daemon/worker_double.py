@@ -142,6 +142,9 @@ class WorkerDouble:
         self.jobs[job.number] = job
         return job
 
+    async def up(self) -> None:
+        await until(lambda: self.facts is not None)
+
     def forget(self, job: Job) -> None:
         self.jobs.pop(job.number, None)
 
@@ -166,6 +169,10 @@ class WorkerDouble:
         self.facts, self.reason = None, "the engine is restarting"
         for job in list(self.jobs.values()):
             job.end(lost=True)
+
+    def revive(self) -> None:
+        """Another process is ready."""
+        self.facts, self.reason = FACTS, ""
 
     def all(self, kind: type[M]) -> list[M]:
         return [message for message in self.sent if isinstance(message, kind)]

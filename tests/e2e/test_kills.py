@@ -3,8 +3,10 @@ nothing stays reserved on either host, and the next handoff works (acceptance 4;
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +20,7 @@ from tests.e2e.pair import (
     CHUNK,
     Pair,
     ask,
+    assert_disaggregated,
     assert_nothing_held,
     assert_still_exact,
     error_of,
@@ -30,7 +33,6 @@ from tests.e2e.pair import (
     wait_until,
 )
 from zerocopy.cli.hosts import Answer, Host
-from zerocopy.daemon.http_api import SHUTDOWN_S
 
 CHUNKS: Final = 10
 PROMPT: Final = prompt_of(CHUNKS * CHUNK + 5)
@@ -138,30 +140,55 @@ def test_the_prefill_worker_is_killed(slow: Pair, fallback: str) -> None:
     assert_still_exact(slow)
 
 
-@DENY_AND_ALLOW
-def test_the_decode_worker_is_killed(slow: Pair, fallback: str) -> None:
-    """Nothing to fall back to: the lane that a local answer needs died too."""
-    with _in_transfer(slow, fallback=fallback) as answer:
-        os.kill(_worker_pid(slow.decoder), signal.SIGKILL)
-        got = answer.result(SOON_S)
-        assert (got.status, error_of(got)[0]) == (503, "worker-lost")
-    assert_nothing_held(slow.prefiller, slow.decoder)
-    slow.wait_ready()
-    assert slow.decoder.call("GET", "/ready").status == 200
-    assert_still_exact(slow)
+def test_the_decode_worker_is_killed_in_mid_transfer(slow: Pair) -> None:
+    """The lane that a local answer needs died too: the prompt is handed over again, to the next worker."""
+    _check_handed_over_again(slow, signal.SIGKILL)
 
 
-def test_the_decode_worker_is_killed_while_it_generates(slow: Pair) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        slow.scheme()
-        answer = pool.submit(ask, slow.decoder, prompt_of(50), "disaggregated", tokens=900)
+def test_a_decode_worker_that_hangs_in_mid_transfer_is_killed(start_pair: StartPair) -> None:
+    """It has been silent for longer than an engine call takes; the request knows nothing of it."""
+    flags = ["--engine-call-s", "1"]
+    with start_pair(planted=["careful"], decode_flags=flags) as pair:
+        _check_handed_over_again(pair, signal.SIGSTOP)
+
+
+def _check_handed_over_again(pair: Pair, number: int) -> None:
+    key = new_key()
+    with _in_transfer(pair, key=key) as answer:
+        os.kill(_worker_pid(pair.decoder), number)
+        got = answer.result(2 * SOON_S)
+    assert_disaggregated(got)
+    assert proof_of(got) == proof_of(ask(pair.decoder, PROMPT, "local", key=key))
+    assert pair.decoder.call("GET", "/ready").status == 200
+    assert pair.decoder.status()["worker"]["restarts"]
+    assert_nothing_held(pair.prefiller, pair.decoder)
+    assert_still_exact(pair)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_decode_worker_is_killed_while_it_generates(slow: Pair, stream: bool) -> None:
+    """What the client has cannot be taken back; what it has not is made again."""
+    slow.scheme()
+    body = {"prompt": prompt_of(50), "max_tokens": 900, "temperature": 0, "stream": stream}
+    with send_only(slow.decoder, body, {**headers("disaggregated"), "connection": "close"}) as sock:
         wait_until(lambda: _generating(slow), "the commit")
         os.kill(_worker_pid(slow.decoder), signal.SIGKILL)
-        got = answer.result(SOON_S)
-    assert (got.status, error_of(got)[0]) == (503, "worker-lost")
+        got = _read_to_the_end(sock)
+    assert got.startswith(b"HTTP/1.1 200")
+    if stream:
+        assert b'"code":"worker-lost"' in got and b"[DONE]" not in got
+    else:
+        assert json.loads(got.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 900
     assert_nothing_held(slow.prefiller, slow.decoder)
     slow.wait_ready()
     assert_still_exact(slow)
+
+
+def _read_to_the_end(sock: socket.socket) -> bytes:
+    got = b""
+    while piece := sock.recv(1 << 16):
+        got += piece
+    return got
 
 
 def _generating(pair: Pair) -> bool:
@@ -187,12 +214,13 @@ def test_the_decode_daemon_is_killed(slow: Pair) -> None:
             answer.result(SOON_S)
     assert_nothing_held(slow.prefiller)
     _wait_for_end(worker)
-    assert slow.prefiller.call("GET", "/health").status == 503  # nobody is left who decodes for its clients
+    assert slow.prefiller.call("GET", "/ready").status == 503  # nobody is left who decodes for its clients
+    assert slow.prefiller.call("GET", "/health").status == 200  # not its fault: to start it again would not help
     refused = ask(slow.prefiller, PROMPT, "local")
     assert (refused.status, error_of(refused)[0]) == (503, "no-decoder")
     slow.decoder.start()
     slow.wait_ready()
-    assert slow.prefiller.call("GET", "/health").status == 200
+    assert slow.prefiller.call("GET", "/ready").status == 200
     assert_still_exact(slow)
 
 
@@ -284,7 +312,7 @@ def test_sigterm_works_while_the_prefiller_is_silent(slow: Pair) -> None:
     with _in_transfer(slow) as answer, _stopped(slow.prefiller):
         began = time.monotonic()
         assert slow.decoder.stop() == 0
-        assert time.monotonic() - began < SHUTDOWN_S + SOON_S
+        assert time.monotonic() - began < TRANSFER_S + SOON_S
         assert error_of(answer.result(SOON_S))[0] == "transfer-deadline"
     slow.decoder.start()
     slow.wait_ready()
@@ -302,25 +330,50 @@ def test_sigterm_ends_idle_daemons(slow: Pair) -> None:
         _wait_for_end(worker)
 
 
-def test_sigterm_ends_the_prefiller_in_mid_transfer(slow: Pair) -> None:
+@pytest.mark.parametrize("which", ["decoder", "prefiller"])
+def test_sigterm_drains(slow: Pair, which: str) -> None:
+    """Q2: what has begun ends as if nothing were; what is new is refused at once, and told when to come back."""
+    host: Host = getattr(slow, which)
+    with _in_transfer(slow) as answer:
+        assert host.process is not None
+        host.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: host.call("GET", "/ready").status == 503, "readiness to go false", SOON_S)
+        assert host.call("GET", "/ready").body["reason"].startswith("draining")
+        assert host.call("GET", "/health").status == 200
+        refused = ask(host, prompt_of(9), "local")
+        assert (refused.status, error_of(refused)[0]) == (503, "shutdown")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert_disaggregated(answer.result(2 * SOON_S))
+        assert host.process.wait(SOON_S) == 0
+    _check_starts_again(slow, host)
+
+
+@pytest.mark.parametrize("which", ["decoder", "prefiller"])
+def test_a_second_sigterm_ends_at_once(slow: Pair, which: str) -> None:
+    """Whose request it was hears why: from the host that ends, or by falling back."""
+    host: Host = getattr(slow, which)
+    slow.scheme(pace_s=SLOW_PACE_S)
     key = new_key()
     with _in_transfer(slow, fallback="allow", key=key) as answer:
-        assert slow.prefiller.stop() == 0
-        _check_answer(slow, answer, "shutdown", key)
-    assert_nothing_held(slow.decoder)
-    slow.prefiller.start()
-    slow.wait_ready()
-    assert_still_exact(slow)
+        host.hurry()
+        wait_until(lambda: host.call("GET", "/ready").status == 503, "readiness to go false", SOON_S)
+        began = time.monotonic()
+        assert host.stop() == 0
+        assert time.monotonic() - began < SOON_S
+        if host is slow.decoder:
+            assert error_of(answer.result(SOON_S)) == ("shutdown", "this host is shutting down: ask again or another")
+        else:
+            _check_answer(slow, answer, "shutdown", key)
+    _check_starts_again(slow, host)
 
 
-def test_sigterm_lets_the_decoder_finish_what_it_has_begun(slow: Pair) -> None:
-    with _in_transfer(slow) as answer:
-        assert slow.decoder.stop() == 0
-        assert answer.result(SOON_S).headers["x-zc-placement"] == "disaggregated"
-    assert_nothing_held(slow.prefiller)
-    slow.decoder.start()
-    slow.wait_ready()
-    assert_still_exact(slow)
+def _check_starts_again(pair: Pair, host: Host) -> None:
+    for other in (pair.prefiller, pair.decoder):
+        if other is not host:
+            assert_nothing_held(other)
+    host.start()
+    pair.wait_ready()
+    assert_still_exact(pair)
 
 
 # -- the client leaves -----------------------------------------------------------------------------------------

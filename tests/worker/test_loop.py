@@ -124,7 +124,7 @@ class Daemon:
             data += more
         return data
 
-    def hear(self, kind: type[M], job: int) -> M:
+    def hear(self, kind: type[M], job: int | None) -> M:
         """The next message of that kind for that job; everything before it is kept in `heard`."""
         while True:
             message = p.decode_to_daemon(self._exactly(p.frame_length(self._exactly(4))))
@@ -449,6 +449,15 @@ def test_text_that_cannot_be_tokenized_fails_its_request_and_not_the_worker(
 
 
 # -- the end
+
+
+def test_a_worker_gives_a_sign_of_life_between_engine_calls(daemon: Open) -> None:
+    """G8: also while it works."""
+    host = daemon()
+    host.generate(1, prompt(40))
+    host.send(p.Ping())
+    host.hear(p.Pong, None)
+    host.hear(p.Generated, 1)
 
 
 def test_shutdown_ends_the_loop(daemon: Open) -> None:

@@ -6,6 +6,7 @@ through is `generation`, what a peer's prompt goes through is `outgoing`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import secrets
@@ -42,6 +43,10 @@ from zerocopy.runtime.pages import most_page_bytes
 from zerocopy.worker import protocol as p
 from zerocopy.worker.main import WorkerOptions
 
+# By then a host that was only restarted is back.
+SHUTDOWN_RETRY_S = 5.0
+_LOOK_S = 0.05  # how often a host that drains looks whether it is done
+
 
 class Core:
     """Build inside a running event loop."""
@@ -56,7 +61,8 @@ class Core:
         self.transports: tuple[str, ...] = ("tcp",)
         self._boot_id = secrets.token_bytes(16)
         self._traces: deque[Trace] = deque(maxlen=KEPT)
-        self._draining = False
+        self._draining = self._stopping = False
+        self._requests = 0
         self.memory = SharedMemory(
             export="prefill" in self.roles,
             landing="decode" in self.roles,
@@ -65,8 +71,9 @@ class Core:
             share=lambda leases: self.peers.share(leases),
         )
         self.worker = WorkerProcess(
-            worker_options(config), self._attach, self._engine_changed, self.memory.recover, worker_command
-        )
+            worker_options(config), self._attach, self._engine_changed, self.memory.recover, worker_command,
+            config.engine_call_s,
+        )  # fmt: skip
         self.peers = Peers(config.peers, self._hello, self)
         self.outgoing = OutgoingService(self.worker, self.memory, self._keep, self.peers.share)
         self.generation = Generation(config, telemetry, self.worker, self.memory, self.peers, self._keep)
@@ -76,12 +83,13 @@ class Core:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         self.telemetry.request_started()
+        self._requests += 1
         outcome: Outcome = "cancelled"
         reason = "cancelled"
         placement: Placement = "none"
         try:
             if self._draining:
-                raise RequestError("shutdown", "this host is shutting down", 503)
+                raise _shutdown()
             if request.proof_key is not None and not self.config.allow_proofs:
                 raise RequestError("proofs-off", "this host gives no proofs: start it with --allow-proofs", 403)
             async with contextlib.aclosing(self._route(request)) as events:
@@ -91,9 +99,11 @@ class Core:
                     yield event
             outcome, reason = "ok", "ok"
         except RequestError as error:
-            outcome, reason = "failed", error.reason
-            raise
+            why = _shutdown() if self._stopping else error  # whatever it ended with then
+            outcome, reason = "failed", why.reason
+            raise why from None
         finally:
+            self._requests -= 1
             self.telemetry.request_ended(outcome, reason, placement)
 
     def _route(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
@@ -108,12 +118,12 @@ class Core:
     def status(self) -> ServiceStatus:
         reason = None
         if self._draining:
-            reason = "shutting down"
+            reason = "draining: it ends what runs and takes nothing new"
         elif self.worker.facts is None:
             reason = self.worker.reason
         elif "decode" not in self.roles and self.peers.decoder() is None:
             reason = "no decode peer is connected"
-        return ServiceStatus(serving=reason is None, reason=reason, detail=self._detail())
+        return ServiceStatus(reason is None, reason, self._detail(), self.worker.reason or None)
 
     def model_name(self) -> str | None:
         return self.worker.facts.model_name if self.worker.facts else None
@@ -216,7 +226,7 @@ class Core:
             roles=self.roles,
             addresses=self.advertised,
             transports=self.transports,
-            identity=self.worker.facts.identity if self.worker.facts else None,
+            identity=self.worker.facts.identity if self.worker.facts and not self._draining else None,
         )
 
     def _keep(self, trace: Trace) -> None:
@@ -229,12 +239,27 @@ class Core:
             state=trace.outcome, reason=trace.reason, level=logging.INFO,
         )  # fmt: skip
 
+    def drain(self) -> None:
+        """From now on nothing new: clients are refused, and peers know."""
+        self._draining = True
+        self.peers.announce()
+
+    async def drained(self) -> None:
+        """Returns once no request and no handoff runs, here or for a peer."""
+        while self._requests or self.outgoing.running:
+            await asyncio.sleep(_LOOK_S)
+
     async def stop(self) -> None:
         """Refuse what is new, end what runs, stop the worker, free the memory."""
-        self._draining = True
-        await self.forwarding.stop()
+        self._draining = self._stopping = True
+        self.generation.stop()
         await self.outgoing.stop()
         await self.worker.stop()
+        await self.forwarding.stop()
+
+
+def _shutdown() -> RequestError:
+    return RequestError("shutdown", "this host is shutting down: ask again or another", 503, SHUTDOWN_RETRY_S)
 
 
 class _PageDoor:

@@ -89,6 +89,9 @@ class Forwarding:
                 inbox.put_nowait(GenerateEnd(request_id=request_id, reason="link-lost", message=sentence))
 
     async def stop(self) -> None:
+        """Both the requests sent to peers and those served for them end, and whoever waits hears it."""
+        for request_id, (_link, inbox) in self._asked.items():
+            inbox.put_nowait(GenerateEnd(request_id=request_id, reason="shutdown", message="this host shuts down"))
         for task in list(self._serving.values()):
             task.cancel()
         await asyncio.gather(*self._serving.values(), return_exceptions=True)

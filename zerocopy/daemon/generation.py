@@ -2,7 +2,9 @@
 
 A request waits for a lane of the decode pool and for all the cells it can need; that is queueing, bounded by count and
 by `queue_s`. A handoff that fails falls back to local prefill where that is allowed, and the response says so; nothing
-is generated from a state that was not committed (H3). Owns the line of those who wait and the incoming handoffs.
+is generated from a state that was not committed (H3). A worker that dies before the client has anything of the answer
+costs time only: once there is another, the request runs again, once. Owns the line of those who wait and the incoming
+handoffs.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from functools import partial
 
 from planner.placement import Decision, choose
 from transport.link import Link
@@ -78,23 +82,59 @@ class Generation:
                 _check_prompt(request, request.prompt, self._facts())  # what can never be served does not queue
             async with self._place(request) as ticket:
                 tokens, decision = await self._turn(request, ticket)
-                session = _Session(self, request, tokens, decision, arrived, ticket)
-                try:
-                    async with contextlib.aclosing(session.run()) as events:
-                        async for event in events:
-                            yield event
-                finally:
-                    await to_the_end(session.close())
+                make = partial(_Session, self, request, tokens, decision, arrived, ticket)
+                async with contextlib.aclosing(self._twice(make, whole=request.whole)) as events:
+                    async for event in events:
+                        yield event
         except WorkerLost as error:
             raise RequestError("worker-lost", str(error), 503, WORKER_RETRY_S) from None
         except JobFailed as error:
             raise RequestError(error.reason, str(error), 500) from None
+
+    async def _twice(self, make: Callable[[], _Session], *, whole: bool) -> AsyncGenerator[Event, None]:
+        """A session; another one when the worker dies before the client has anything of it. `whole`: it has nothing
+        before the last event."""
+        held = list[Event]()
+        for last in (False, True):
+            session, begun = make(), False
+            held.clear()
+            try:
+                async with contextlib.aclosing(session.run()) as events:
+                    async for event in events:
+                        if whole:
+                            held.append(event)
+                        else:
+                            begun = True
+                            yield event
+                break
+            except WorkerLost:
+                if begun or last:
+                    raise
+            finally:
+                await to_the_end(session.close())
+            await self._restarted(session.deadline)
+        for event in held:
+            yield event
+
+    async def _restarted(self, deadline: float) -> None:
+        """Wait for a new worker as long as requests may wait for an engine. Raises WorkerLost."""
+        try:
+            async with asyncio.timeout(min(self.config.queue_s, deadline - time.monotonic())):
+                await self.worker.up()
+        except TimeoutError:
+            raise WorkerLost(self.worker.reason) from None
+        log_event("worker died before the answer began: the request runs again", level=logging.WARNING)
 
     def next_epoch(self) -> int:
         return next(self._epochs)
 
     def uses(self, link: Link) -> bool:
         return any(handoff.link is link for handoff in self.incoming.values())
+
+    def stop(self) -> None:
+        """End the handoffs; the worker's end ends the rest."""
+        for handoff in list(self.incoming.values()):
+            handoff.fail("shutdown", "the decoder is shutting down")
 
     def link_lost(self, link: Link, reason: str) -> None:
         for handoff in list(self.incoming.values()):
@@ -109,7 +149,11 @@ class Generation:
     async def _tokens(self, request: GenerationRequest) -> list[int]:
         if isinstance(request.prompt, list):
             return request.prompt
-        tokens = await self.worker.tokenize(request.prompt, parse_special=request.parse_special)
+        try:
+            tokens = await self.worker.tokenize(request.prompt, parse_special=request.parse_special)
+        except WorkerLost:
+            await self.worker.up()  # within the time that a request may wait
+            tokens = await self.worker.tokenize(request.prompt, parse_special=request.parse_special)
         _check_prompt(request, tokens, self._facts())
         return tokens
 
@@ -190,11 +234,12 @@ class _Session:
         self._fallback = decision.fallback_reason
         self._trace: Trace | None = None
         self._job: Job | None = None
-        self._deadline = arrived + service.config.request_s
+        self.deadline = arrived + service.config.request_s
         self._first_token: float | None = None
 
     async def run(self) -> AsyncGenerator[Event, None]:
         if self._placement == "disaggregated" and self._decision.prefiller is not None:
+            self._ticket.group = self._decision.prefiller  # again, if this is a second session
             async with self._in_time():
                 await self._hand_off(self._decision.prefiller)
             self._service.lanes.leave_group(self._ticket)
@@ -208,7 +253,7 @@ class _Session:
     @contextlib.asynccontextmanager
     async def _in_time(self) -> AsyncGenerator[None, None]:
         try:
-            async with asyncio.timeout(self._deadline - time.monotonic()):
+            async with asyncio.timeout(self.deadline - time.monotonic()):
                 yield
         except TimeoutError:
             raise RequestError("request-deadline", "the request ran out of time", 504) from None
@@ -226,6 +271,8 @@ class _Session:
             await self._receive(prefiller)
             self._prefiller = prefiller
         except HandoffFailed as error:
+            if self._job is not None and self._job.lost:
+                raise WorkerLost("the worker process ended during the handoff; it is being restarted") from None
             log_event("handoff failed", reason=error.reason, detail=str(error), peer=prefiller)
             if not self._service.fallback_allowed(self._request):
                 raise RequestError(error.reason, f"the handoff from {prefiller} failed: {error}", 503) from None
@@ -235,7 +282,9 @@ class _Session:
     async def _receive(self, prefiller: str) -> None:
         service, config = self._service, self._service.config
         link, facts = service.peers.link_to(prefiller), service.worker.facts
-        if link is None or facts is None:
+        if facts is None:
+            raise WorkerLost(service.worker.reason)
+        if link is None:
             raise HandoffFailed("link-lost", f"the link to {prefiller} closed before the handoff began")
         handoff_id = secrets.token_bytes(16)
         machine = SinkHandoff(

@@ -59,7 +59,7 @@ def make_app(service: GenerationService, config: DaemonConfig) -> web.Applicatio
     app.router.add_get("/v1/status", door.status)
     app.router.add_get("/metrics", door.metrics)
     app.router.add_get("/live", door.live)
-    app.router.add_get("/health", door.ready)
+    app.router.add_get("/health", door.health)
     app.router.add_get("/ready", door.ready)
     app.on_response_prepare.append(_name_server)
     return app
@@ -149,11 +149,19 @@ class _FrontDoor:
         return _json(_model(name))
 
     async def live(self, request: web.Request) -> web.Response:
-        """Alive: a daemon that answers this needs no restart, whatever its engine does."""
+        """The daemon runs, whatever its engine does."""
         return _json({"status": "ok"})
 
+    async def health(self, request: web.Request) -> web.Response:
+        """Daemon and engine live: to start this host again would not help. Whether it takes requests is in the body."""
+        status = self._service.status()
+        body = {"engine": status.engine or "ready", "ready": status.serving, "reason": status.reason}
+        if status.engine is None:
+            return _json({"status": "ok", **body})
+        return _json({"status": "unavailable", **body}, status=503)
+
     async def ready(self, request: web.Request) -> web.Response:
-        """Able to serve a request now."""
+        """Able to serve a request that comes now."""
         status = self._service.status()
         if status.serving:
             return _json({"status": "ok"})
@@ -187,6 +195,7 @@ class _FrontDoor:
             allow_fallback=None if fallback is None else fallback == "allow",
             proof_key=self._proof_key(request),
             return_tokens=bool(body.return_tokens),
+            whole=not body.stream,
             tenant=request[_TENANT],
         )
 

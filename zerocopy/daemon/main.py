@@ -1,4 +1,7 @@
-"""`zc-handoff daemon`: binds the sockets, runs the core on uvloop until SIGTERM or SIGINT, leaves nothing behind."""
+"""`zc-handoff daemon`: binds the sockets, runs the core on uvloop until SIGTERM or SIGINT, leaves nothing behind.
+
+The first signal drains: nothing new is taken, and what runs may end within `drain_s`. The second ends it at once.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Coroutine, Sequence
+from typing import Any, Final
 
 import uvloop
 from aiohttp import web
@@ -35,9 +38,9 @@ def run(config: DaemonConfig, worker_command: Sequence[str] = WORKER_COMMAND) ->
 
 async def serve(config: DaemonConfig, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
     """The daemon's life on the running event loop."""
-    stop = asyncio.Event()
+    signals = asyncio.Semaphore(0)
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, signals.release)
     core = Core(config, Telemetry(config.peers), worker_command)
     endpoint = _endpoints(config, core.peers)
     core.transports = endpoint.transports
@@ -49,12 +52,14 @@ async def serve(config: DaemonConfig, worker_command: Sequence[str] = WORKER_COM
         return EXIT_FAILED
     engine = asyncio.create_task(core.worker.run())
     dialling = asyncio.create_task(core.peers.dial(endpoint))
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({engine, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    await _first_of(asyncio.wait({engine}), signals.acquire())
+    log_event("draining", seconds=config.drain_s)
+    core.drain()
+    await _first_of(core.drained(), signals.acquire(), asyncio.sleep(config.drain_s))
     log_event("stopping")
     dialling.cancel()
+    await core.stop()  # while clients are still connected: each hears why its request ends
     await front.cleanup()
-    await core.stop()
     engine.cancel()
     await endpoint.close()
     with contextlib.suppress(asyncio.CancelledError):
@@ -64,6 +69,14 @@ async def serve(config: DaemonConfig, worker_command: Sequence[str] = WORKER_COM
         print(f"zc-handoff: {core.worker.start_failed.message}", file=sys.stderr)
         return EXIT_FAILED
     return EXIT_OK
+
+
+async def _first_of(*events: Coroutine[Any, Any, object]) -> None:
+    """Returns when one of them ends; the others are cancelled."""
+    tasks = [asyncio.ensure_future(event) for event in events]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
 
 
 def _endpoints(config: DaemonConfig, owner: LinkOwner) -> BothEndpoints:

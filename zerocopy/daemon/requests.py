@@ -41,6 +41,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     # 16 to 32 bytes in hex; only where the daemon was started with --allow-proofs
     proof_key: Annotated[str, Meta(pattern=r"^([0-9a-fA-F]{2}){16,32}$")] | None = None
     return_tokens: bool = False  # also the ids
+    whole: bool = False  # nothing reaches the client before the last event: until then it can be made again
     # From the API key: what one tenant may use is bounded, and its state moves for nobody else.
     tenant: Annotated[str, Meta(max_length=64)] = ""
 
@@ -77,11 +78,12 @@ Event = Started | Delta | Finished
 
 
 class ServiceStatus(msgspec.Struct, frozen=True):
-    """For /ready and /v1/status: `reason` says why not when `serving` is False."""
+    """For /health, /ready and /v1/status: `reason` says why not when `serving` is False, `engine` why there is none."""
 
     serving: bool
     reason: str | None
     detail: dict[str, object]
+    engine: str | None = None
 
 
 class GenerationService(Protocol):

@@ -3,7 +3,8 @@
 Owns the child process, its socket, and the table of open jobs. A job is a queue of the worker's messages; when the
 worker dies every open job ends with `WorkerLost`, shared memory is recovered by the caller through `on_lost`, and a
 new worker starts after a delay that grows up to `MAX_RESTART_DELAY_S`. A worker that says `StartFailed` is not
-started again: the same model file would fail the same way.
+started again: the same model file would fail the same way. While jobs are open the worker is asked for a sign of life:
+one that gives none for `silence_s` hangs, and is killed.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ from zerocopy.worker.main import WorkerOptions
 WORKER_COMMAND: Final = (sys.executable, "-m", "zerocopy.worker.main")
 FIRST_RESTART_DELAY_S: Final = 0.2
 MAX_RESTART_DELAY_S: Final = 10.0
-# A worker answers Release between two engine calls; the longest is one prompt chunk. Past this it hangs: kill it.
-RELEASE_TIMEOUT_S: Final = 30.0
+PING_S: Final = 1.0
 STOP_TIMEOUT_S: Final = 5.0
 
 
@@ -66,14 +66,11 @@ class Job:
         return message
 
     async def release(self) -> None:
-        """Give up everything the worker holds of this job; returns when it holds nothing."""
+        """Give up everything the worker holds of this job; returns when it holds nothing, or is dead: nobody may use
+        memory that a process which hangs could still write."""
         if not self._dropped.done():
             self._worker.send(p.Release(self.number))
-            try:
-                await asyncio.wait_for(asyncio.shield(self._dropped), RELEASE_TIMEOUT_S)
-            except TimeoutError:
-                self._worker.kill("it did not release a job in time")
-                await self._dropped
+            await asyncio.wait({self._dropped})
         self._worker.forget(self)
 
     def deliver(self, message: p.ToDaemon) -> None:
@@ -100,17 +97,23 @@ class WorkerProcess:
         on_change: Callable[[], None],
         on_lost: Callable[[], None],
         command: Sequence[str] = WORKER_COMMAND,
+        silence_s: float = 30.0,
     ) -> None:
+        """`silence_s`: longer than any engine call takes."""
         self._options = options
         self._attach = attach
         self._on_change = on_change
         self._on_lost = on_lost
         self._command = command
+        self._silence_s = silence_s
         self._numbers = itertools.count(1)
         self._jobs: dict[int, Job] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self.facts: EngineFacts | None = None
+        self._decided = asyncio.Event()  # the engine is up, or will never be again
+        self._alive = asyncio.Event()  # since the last Ping
+        self._watching: asyncio.Task[None] | None = None
         self.reason: str = "the engine is starting"
         self.start_failed: p.StartFailed | None = None
         self.restarts = 0
@@ -132,6 +135,7 @@ class WorkerProcess:
                 self._lost()
             if self.start_failed is not None:
                 self.reason = self.start_failed.message
+                self._decided.set()
             elif not self._stopping:
                 delay = FIRST_RESTART_DELAY_S if loop.time() - began > 60 else min(2 * delay, MAX_RESTART_DELAY_S)
                 self.restarts += 1
@@ -143,6 +147,7 @@ class WorkerProcess:
     async def stop(self) -> None:
         """Ask the worker to end, then make sure."""
         self._stopping = True
+        self._decided.set()
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -158,6 +163,12 @@ class WorkerProcess:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
+
+    async def up(self) -> None:
+        """Wait for an engine. Raises WorkerLost when there will be none any more."""
+        await self._decided.wait()
+        if self.facts is None:
+            raise WorkerLost(self.reason)
 
     # -- jobs ----------------------------------------------------------------------------------------------
 
@@ -202,9 +213,26 @@ class WorkerProcess:
             except p.ProtocolError as error:
                 self.kill(str(error))
             finally:
+                if self._watching is not None:
+                    self._watching.cancel()
                 self._writer.close()
                 self._writer = None
                 await self._reap(process)
+
+    async def _watch(self) -> None:
+        """Kill a worker that has jobs and does not come round its loop any more."""
+        while True:
+            await asyncio.sleep(PING_S)
+            if not self._jobs:
+                continue
+            self._alive.clear()
+            self.send(p.Ping())
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    await self._alive.wait()
+            except TimeoutError:
+                self.kill(f"it hangs: no sign of life for {self._silence_s:g} s")
+                return
 
     async def _spawn(self) -> tuple[socket.socket, asyncio.subprocess.Process]:
         ours, theirs = socket.socketpair()
@@ -244,6 +272,8 @@ class WorkerProcess:
                 self._ready(message, side)
             case p.StartFailed():
                 self.start_failed = message
+            case p.Pong():
+                self._alive.set()
             case _:
                 if job := self._jobs.get(message.job):
                     job.deliver(message)
@@ -257,10 +287,14 @@ class WorkerProcess:
             return
         _send_with(side, p.encode(attach), fds)
         self.facts, self.reason = ready.facts, ""
+        self._decided.set()
+        self._watching = asyncio.create_task(self._watch())  # not before: a worker that loads a model is silent
         self._on_change()
 
     def _lost(self) -> None:
         self.facts, self.reason = None, "the engine is restarting"
+        if not self._stopping:
+            self._decided.clear()
         for job in list(self._jobs.values()):
             job.end(lost=True)
         self._on_lost()

@@ -160,6 +160,8 @@ class Worker:
                 self._release(message.job)
             case p.StateComplete() | p.Commit():
                 self._decoding(message)
+            case p.Ping():
+                self._sock.send(p.Pong())
             case p.Shutdown():
                 self._running = False
 

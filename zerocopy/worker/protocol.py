@@ -108,11 +108,15 @@ class Commit(msgspec.Struct, frozen=True, tag=True):
     job: int
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Answered by `Pong` between two engine calls: the loop comes round."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-ToWorker = Attach | Tokenize | Prefill | Release | Generate | StateComplete | Commit | Shutdown
+ToWorker = Attach | Tokenize | Prefill | Release | Generate | StateComplete | Commit | Ping | Shutdown
 
 
 Span = tuple[float, float, int]  # began, ended, bytes
@@ -223,9 +227,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """The worker lives."""
+
+
 ToDaemon = (
     Ready
     | StartFailed
+    | Pong
     | Tokenized
     | SnapshotReady
     | ChunkDone
