@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from zerocopy import config
+from zerocopy.cli import reference
 from zerocopy.config import ConfigError, DaemonConfig, load
 
 
@@ -185,6 +186,6 @@ def test_defaults_serve_loopback_only_and_pass_their_own_checks() -> None:
 
 
 def test_the_documentation_is_current() -> None:
-    """`python -m zerocopy.config > docs/configuration.md` makes it so."""
+    """`python -m zerocopy.cli.reference > docs/configuration.md` makes it so."""
     written = Path(__file__).parent.parent / "docs" / "configuration.md"
-    assert written.read_text() == config.reference()
+    assert written.read_text() == reference.reference()
