@@ -9,7 +9,7 @@ from zerocopy.config import Setting, default_text, literal_choices, settings
 _INTRODUCTION: Final = """\
 # Configuration
 
-Generated from `zerocopy/config.py` by `python -m zerocopy.cli.reference > docs/configuration.md`; a test keeps it current.
+Generated from `zerocopy/config.py` by `python -m zerocopy.cli.reference > docs/configuration.md`; a test checks it.
 
 Every setting of `zc-handoff daemon` can be given three ways. Later ones win: the default, the TOML file, the
 environment, the flag. The file is `--config FILE`, else `ZC_CONFIG`, else `~/.config/zc-handoff/config.toml` if it
