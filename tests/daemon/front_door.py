@@ -15,7 +15,16 @@ import uvloop
 
 from zerocopy.config import DaemonConfig
 from zerocopy.daemon import http_api
-from zerocopy.daemon.requests import Delta, Event, Finished, GenerationRequest, RequestError, ServiceStatus, Started
+from zerocopy.daemon.requests import (
+    ChatTemplate,
+    Delta,
+    Event,
+    Finished,
+    GenerationRequest,
+    RequestError,
+    ServiceStatus,
+    Started,
+)
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -23,6 +32,8 @@ CHATML = (
     "{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )  # SmolLM2's, from its GGUF
+
+CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 STARTED = Started(placement="local", prefiller=None, fallback_reason=None, prompt_tokens=5)
 FINISHED = Finished(reason="stop", prompt_tokens=5, completion_tokens=2, timings={"prompt_n": 5})
@@ -47,7 +58,7 @@ class ScriptedService:
         self.not_serving: str | None = None
         self.engine: str | None = None
         self.name: str | None = "tiny-model"
-        self.template: tuple[str, str, str] | None = (CHATML, "<|im_start|>", "<|im_end|>")
+        self.template: ChatTemplate | None = ChatTemplate(CHATML, "<|im_start|>", "<|im_end|>", CONTROL)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         self.requests.append(request)
@@ -69,7 +80,7 @@ class ScriptedService:
     def model_name(self) -> str | None:
         return self.name
 
-    def chat_template(self) -> tuple[str, str, str] | None:
+    def chat_template(self) -> ChatTemplate | None:
         return self.template
 
     def metrics_text(self) -> bytes:

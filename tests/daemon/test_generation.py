@@ -178,6 +178,20 @@ def test_a_request_that_cannot_fit_is_the_clients_fault(request_: GenerationRequ
     run(scenario())
 
 
+def test_text_that_reads_like_more_control_tokens_than_fit_is_the_clients_fault() -> None:
+    """Each costs a call of the tokenizer."""
+
+    async def scenario() -> None:
+        async with host() as one:
+            many = tuple((2 * n, 2 * n + 1) for n in range(512))
+            request = GenerationRequest(prompt="<>" * 512, max_tokens=1, parse_special=True, literal=many)
+            error = await refusal(background(gather(one.generate(request))))
+            assert (error.reason, error.status) == ("context-length", 400)
+            assert not one.worker.sent
+
+    run(scenario())
+
+
 def test_requests_take_turns_and_wait_no_longer_than_the_queue_allows() -> None:
     """G3, Q2."""
 

@@ -88,7 +88,15 @@ async def test_a_chat_is_rendered_with_the_models_template_and_its_control_token
     (request,) = door.service.requests
     assert isinstance(request.prompt, str)
     assert request.prompt.endswith("<|im_start|>user\nSay hello<|im_end|>\n<|im_start|>assistant\n")
-    assert request.parse_special and request.max_tokens == 3
+    assert request.parse_special and request.max_tokens == 3 and request.literal == ()
+
+
+@on_uvloop
+async def test_control_tokens_in_a_chat_message_are_handed_on_as_text() -> None:
+    async with open_door() as door:
+        await door.chat({"messages": [{"role": "user", "content": "a<|im_end|>b"}]})
+    (request,) = door.service.requests
+    assert [request.prompt[start:end] for start, end in request.literal] == ["<|im_end|>"]
 
 
 @on_uvloop

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.daemon.front_door import CHAT, ScriptedService, on_uvloop, open_door, run
+from zerocopy.daemon.requests import ChatTemplate
 
 
 @on_uvloop
@@ -56,7 +57,7 @@ async def test_a_model_without_a_template_refuses_chats_and_serves_completions()
 @on_uvloop
 async def test_a_chat_that_the_template_refuses_is_400_with_its_words() -> None:
     service = ScriptedService()
-    service.template = ("{{ raise_exception('no system role here') }}", "", "")
+    service.template = ChatTemplate("{{ raise_exception('no system role here') }}", "", "")
     async with open_door(service) as door:
         reply = await door.chat(CHAT)
     assert (reply.status, reply.error["code"]) == (400, "chat-template")

@@ -246,6 +246,8 @@ def test_a_real_tokenizer_takes_text_apart_and_puts_it_together() -> None:
     assert (facts.bos_token, facts.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert facts.chat_template is not None and "im_start" in facts.chat_template
     assert facts.n_vocab == 49152 and facts.mtp == "off"
+    assert {"<|im_start|>", "<|im_end|>", "<|endoftext|>"} <= set(facts.control_tokens)
+    assert "the" not in facts.control_tokens
     runtime.close()
 
 

@@ -19,7 +19,7 @@ from zerocopy.runtime.base import EngineError
 from zerocopy.runtime.llama.engine import LlamaRuntime
 from zerocopy.runtime.llama.pool import LlamaPool
 from zerocopy.worker import protocol as p
-from zerocopy.worker.loop import Worker
+from zerocopy.worker.loop import Worker, _pieces
 from zerocopy.worker.sampling import Sampling
 
 EVERYTHING = "nemotron_h_moe+mtp"
@@ -446,6 +446,16 @@ def test_text_that_cannot_be_tokenized_fails_its_request_and_not_the_worker(
     assert host.hear(p.Failed, 1).reason == "tokenize"
     host.generate(2, prompt(40))
     host.hear(p.Generated, 2)
+
+
+def test_parts_of_a_text_that_are_literal_are_tokenized_apart() -> None:
+    text = "<a>user <a><b> says<b>"
+    message = p.Tokenize(1, text, add_special=False, parse_special=True, literal=((8, 14),))
+    assert list(_pieces(message)) == [("<a>user ", True), ("<a><b>", False), (" says<b>", True)]
+    assert list(_pieces(msgspec.structs.replace(message, literal=()))) == [(text, True)]
+    ends = msgspec.structs.replace(message, literal=((0, 3), (19, 22)))
+    assert list(_pieces(ends)) == [("<a>", False), (text[3:19], True), ("<b>", False)]
+    assert list(_pieces(p.Tokenize(1, "", add_special=True, parse_special=False))) == [("", False)]
 
 
 # -- the end

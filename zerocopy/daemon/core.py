@@ -23,7 +23,7 @@ from zerocopy.daemon.generation import Generation
 from zerocopy.daemon.memory import SharedMemory
 from zerocopy.daemon.outgoing import OutgoingService
 from zerocopy.daemon.peers import Peers
-from zerocopy.daemon.requests import Event, GenerationRequest, RequestError, ServiceStatus, Started
+from zerocopy.daemon.requests import ChatTemplate, Event, GenerationRequest, RequestError, ServiceStatus, Started
 from zerocopy.daemon.telemetry import Outcome, Placement, Telemetry, log_event
 from zerocopy.daemon.trace import KEPT, Trace
 from zerocopy.daemon.worker_process import WORKER_COMMAND, WorkerProcess
@@ -128,11 +128,11 @@ class Core:
     def model_name(self) -> str | None:
         return self.worker.facts.model_name if self.worker.facts else None
 
-    def chat_template(self) -> tuple[str, str, str] | None:
+    def chat_template(self) -> ChatTemplate | None:
         facts = self.worker.facts
         if facts is None or facts.chat_template is None:
             return None
-        return facts.chat_template, facts.bos_token, facts.eos_token
+        return ChatTemplate(facts.chat_template, facts.bos_token, facts.eos_token, facts.control_tokens)
 
     def metrics_text(self) -> bytes:
         self.telemetry.serving(self.status().serving)

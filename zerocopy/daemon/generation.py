@@ -149,11 +149,15 @@ class Generation:
     async def _tokens(self, request: GenerationRequest) -> list[int]:
         if isinstance(request.prompt, list):
             return request.prompt
+        _check_literals(request, self._facts())
+        tokenize = partial(
+            self.worker.tokenize, request.prompt, parse_special=request.parse_special, literal=request.literal
+        )
         try:
-            tokens = await self.worker.tokenize(request.prompt, parse_special=request.parse_special)
+            tokens = await tokenize()
         except WorkerLost:
             await self.worker.up()  # within the time that a request may wait
-            tokens = await self.worker.tokenize(request.prompt, parse_special=request.parse_special)
+            tokens = await tokenize()
         _check_prompt(request, tokens, self._facts())
         return tokens
 
@@ -410,6 +414,13 @@ def handoff_figures(trace: Trace) -> dict[str, object]:
         "probe_wait_ms": ms(trace.seconds("evaluated", "verified")),
         "probe_ms": ms(between(source, "probe_started", "probe_ended")),
     }
+
+
+def _check_literals(request: GenerationRequest, facts: EngineFacts) -> None:
+    """Each is a token at least, and a call of the tokenizer: more than can fit are not worth its time."""
+    if len(request.literal) >= facts.n_ctx:
+        sentence = f"the prompt holds {len(request.literal)} control tokens written as text, this host has context for"
+        raise RequestError("context-length", f"{sentence} {facts.n_ctx} tokens: shorten the prompt", 400)
 
 
 def _check_prompt(request: GenerationRequest, tokens: list[int], facts: EngineFacts) -> None:

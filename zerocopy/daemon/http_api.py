@@ -133,9 +133,10 @@ class _FrontDoor:
         body = schema.parse(await _read(request), schema.ChatBody)
         if self._service.model_name() is None:
             raise self._not_serving()
-        prompt = render(self._service.chat_template(), body.messages)
+        text, literal = render(self._service.chat_template(), body.messages)
         limit = body.max_completion_tokens or body.max_tokens
-        wanted = self._request(request, body, prompt, limit, parse_special=True)
+        prompt = self._request(request, body, text, limit)
+        wanted = msgspec.structs.replace(prompt, parse_special=True, literal=literal)
         return await self._answer(request, body, wanted, chat=True)
 
     async def models(self, request: web.Request) -> web.Response:
@@ -181,8 +182,6 @@ class _FrontDoor:
         body: schema.CompletionBody | schema.ChatBody,
         prompt: str | list[int],
         max_tokens: int | None,
-        *,
-        parse_special: bool = False,
     ) -> GenerationRequest:
         fallback = _header(request, "x-zc-fallback", ("allow", "deny"))
         return GenerationRequest(
@@ -190,7 +189,6 @@ class _FrontDoor:
             max_tokens=max_tokens or schema.DEFAULT_MAX_TOKENS,
             sampling=body.sampling(),
             stop=body.stops(),
-            parse_special=parse_special,
             placement=cast(PlacementMode | None, _header(request, "x-zc-placement", ("local", "disaggregated"))),
             allow_fallback=None if fallback is None else fallback == "allow",
             proof_key=self._proof_key(request),

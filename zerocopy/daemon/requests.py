@@ -36,6 +36,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     sampling: Sampling = Sampling()
     stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=16)] = ()
     parse_special: bool = False  # chat templates write control tokens as text; user text may not
+    # Parts of `prompt`, in order, that a client wrote and that read like control tokens: they stay text.
+    literal: tuple[tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]], ...] = ()
     placement: PlacementMode | None = None  # None: the daemon's default
     allow_fallback: bool | None = None  # None: the daemon's default
     # 16 to 32 bytes in hex; only where the daemon was started with --allow-proofs
@@ -44,6 +46,15 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     whole: bool = False  # nothing reaches the client before the last event: until then it can be made again
     # From the API key: what one tenant may use is bounded, and its state moves for nobody else.
     tenant: Annotated[str, Meta(max_length=64)] = ""
+
+
+class ChatTemplate(msgspec.Struct, frozen=True):
+    """What came with the model. `control_tokens` are the texts that nobody but the template may write."""
+
+    source: str
+    bos: str
+    eos: str
+    control_tokens: tuple[str, ...] = ()
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
@@ -97,8 +108,8 @@ class GenerationService(Protocol):
     def model_name(self) -> str | None:
         """None until the engine is up."""
 
-    def chat_template(self) -> tuple[str, str, str] | None:
-        """Template source, bos token text, eos token text; None when the model has none or is not up."""
+    def chat_template(self) -> ChatTemplate | None:
+        """None when the model has none or is not up."""
 
     def metrics_text(self) -> bytes:
         """Prometheus exposition."""

@@ -186,11 +186,12 @@ class WorkerProcess:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(p.encode(message))
 
-    async def tokenize(self, text: str, *, parse_special: bool) -> list[int]:
+    async def tokenize(self, text: str, *, parse_special: bool, literal: tuple[tuple[int, int], ...] = ()) -> list[int]:
         job = self.open_job()
         try:
             # A chat template writes its own beginning of text; two would be a different prompt.
-            self.send(p.Tokenize(job.number, text, add_special=not parse_special, parse_special=parse_special))
+            special = {"add_special": not parse_special, "parse_special": parse_special}
+            self.send(p.Tokenize(job.number, text, **special, literal=literal))
             answer = await job.next()
             assert isinstance(answer, p.Tokenized)
             return answer.tokens

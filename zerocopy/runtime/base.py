@@ -46,6 +46,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     bos_token: str
     eos_token: str
     mtp: str  # "off", or "tracked" when the MTP context follows the target
+    control_tokens: tuple[str, ...] = ()  # texts that are one token where control tokens are parsed, and only there
 
 
 class EngineCounters(msgspec.Struct):

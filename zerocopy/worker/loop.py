@@ -167,9 +167,11 @@ class Worker:
 
     def _tokenize(self, message: p.Tokenize) -> None:
         try:
-            tokens = self._runtime.tokenize(
-                message.text, add_special=message.add_special, parse_special=message.parse_special
-            )
+            tokens = [
+                token
+                for text, parsed in _pieces(message)
+                for token in self._runtime.tokenize(text, add_special=message.add_special, parse_special=parsed)
+            ]
         except EngineError as error:
             self._sock.send(p.Failed(message.job, error.reason, str(error)))
         else:
@@ -225,3 +227,15 @@ class Worker:
             return PrefillJob(message, lane, self._runtime.facts, rings[message.ring], slab, self._sock.send)
         ring = None if message.ring is None else rings[message.ring]
         return DecodeJob(message, self._runtime, pool, ring, slab, self._sock.send)
+
+
+def _pieces(message: p.Tokenize) -> Iterator[tuple[str, bool]]:
+    """The text in order, and of each piece whether control tokens in it are parsed."""
+    at = 0
+    for start, end in message.literal:
+        if at < start:
+            yield message.text[at:start], message.parse_special
+        yield message.text[start:end], False
+        at = end
+    if at < len(message.text) or not message.literal:
+        yield message.text[at:], message.parse_special

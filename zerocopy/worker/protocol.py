@@ -56,6 +56,7 @@ class Tokenize(msgspec.Struct, frozen=True, tag=True):
     text: str
     add_special: bool
     parse_special: bool
+    literal: tuple[tuple[int, int], ...] = ()  # parts of the text, in order, where no control token is parsed
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True):

@@ -25,6 +25,7 @@ from zerocopy.runtime.llama.lane import LaneModel, LlamaLane
 from zerocopy.runtime.llama.pool import LlamaPool
 from zerocopy.runtime.pages import PAGE_BYTES, page_tokens
 
+_CONTROL_TOKEN: Final = 1 | 8  # LLAMA_TOKEN_ATTR_UNKNOWN, LLAMA_TOKEN_ATTR_CONTROL: what `parse_special` is about
 _MAX_PIECE_BYTES: Final = 256
 _MAX_CTX: Final = 1 << 22
 _MIN_CHUNK: Final = 4  # the engine aborts on batches smaller than its scratch sequences
@@ -139,7 +140,13 @@ class LlamaRuntime:
             bos_token=self._special(self._library.c.llama_vocab_bos(self._vocab)),
             eos_token=self._special(self._library.c.llama_vocab_eos(self._vocab)),
             mtp="tracked" if lane.schema.spec(Component.MTP_KV) else "off",
+            control_tokens=self._control_tokens(lane.n_vocab),
         )
+
+    def _control_tokens(self, n_vocab: int) -> tuple[str, ...]:
+        attributes = self._library.c.llama_vocab_get_attr
+        control = (token for token in range(n_vocab) if attributes(self._vocab, token) & _CONTROL_TOKEN)
+        return tuple(text for token in control if (text := self._special(token)))
 
     def _special(self, token: int) -> str:
         if token < 0:
