@@ -1,8 +1,8 @@
 """zc-handoff's link beside what others would use, in the same run: python -m benches.peers [--json]
 
-iperf3, NIXL, Mooncake, pyzmq, a plain asyncio/ssl stream and ours move the same memory between two processes on
-loopback, one after another, for several rounds; medians are reported, and ratios are of the same round. Only ours and
-asyncio/ssl encrypt and authenticate. CPU-seconds count both processes.
+iperf3, NIXL, Mooncake, pyzmq, a plain asyncio/ssl stream, aioquic and ours move the same memory between two processes
+on loopback, one after another, for several rounds; medians are reported, and ratios are of the same round. Ours,
+asyncio/ssl and aioquic encrypt. CPU-seconds count both processes.
 
 Each peer lives in a virtual environment of its own under the cache folder ($ZC_CACHE, else ~/.cache/zc-handoff), made
 when it is first needed and said so; none of them is a dependency. A peer that cannot be had is named with the reason,
@@ -58,6 +58,7 @@ PEERS: Final = (
     ),
     Peer("pyzmq-tcp", False, "pyzmq_tcp.py", ("pyzmq",)),
     Peer("asyncio-ssl", True, "asyncio_ssl.py"),
+    Peer("aioquic", True, "aioquic_quic.py", ("aioquic",)),
 )  # fmt: skip
 
 

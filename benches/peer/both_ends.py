@@ -24,11 +24,11 @@ GIB: Final = 1 << 30
 Once = Callable[[], None]  # moves MEMORY bytes and returns when the other side has them
 
 
-def memory(fill: bool) -> memoryview:
+def memory(fill: bool, size: int = MEMORY) -> memoryview:
     """Pre-faulted, page-aligned; random bytes on the sending side."""
-    view = memoryview(mmap.mmap(-1, MEMORY))
+    view = memoryview(mmap.mmap(-1, size))
     step = 1 << 20
-    for start in range(0, MEMORY, step):
+    for start in range(0, size, step):
         view[start : start + step] = os.urandom(step) if fill else bytes(step)
     return view
 
@@ -76,12 +76,15 @@ class Receiver:
         raise SystemExit("the receiving process ended")
 
 
-def run(receive: Callable[[int], NoReturn], prepare: Callable[[Any, memoryview, int], Once]) -> NoReturn:
-    """`receive(block)` lands, says its setup, answers; `prepare(setup, memory, block)` gives what moves all of it."""
+def run(
+    receive: Callable[[int], NoReturn], prepare: Callable[[Any, memoryview, int], Once], size: int = MEMORY
+) -> NoReturn:
+    """`receive(block)` lands, says its setup, answers; `prepare(setup, memory, block)` gives what moves all of it.
+    Who is too slow for it moves `size` bytes for each `MEMORY`."""
     total, block = int(sys.argv[1]) << 20, int(sys.argv[2]) << 10
     if sys.argv[3:] == ["receive"]:
         receive(block)
-    source = memory(fill=True)
+    source = memory(True, size)
     receiver = Receiver()
     once = prepare(receiver.setup, source, block)
     once()  # warm-up: connections, page tables, windows
@@ -92,7 +95,7 @@ def run(receive: Callable[[int], NoReturn], prepare: Callable[[Any, memoryview, 
     elapsed, cpu = time.perf_counter() - began, cpu_s() + receiver.ask("cpu") - cpu
     if receiver.ask("checksum") != zlib.crc32(source):
         raise SystemExit("what arrived is not what was sent")
-    moved = times * MEMORY
+    moved = times * size
     say({"gbps": 8e-9 * moved / elapsed, "cpu_s_per_gib": cpu / (moved / GIB)})
     sys.stdout.flush()
     os._exit(0)

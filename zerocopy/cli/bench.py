@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
+import msgspec
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -61,6 +62,10 @@ def link(
     rate_cap_gbps: Annotated[str, typer.Option(help="Pace to these rates; 0 is no cap.", metavar="GBPS,...")] = "0",
     seconds: Annotated[float, typer.Option(help="Of each measurement.", min=0.05, max=600)] = 0.8,
     rounds: Annotated[int, typer.Option(help="Interleaved; medians are shown.", min=1, max=100)] = 3,
+    transport: Annotated[
+        Literal["tcp", "quic"], typer.Option(help="Over QUIC: no streams, records and codecs, but --datagram.")
+    ] = "tcp",
+    datagram: Annotated[str, typer.Option(help="QUIC datagram sizes.", metavar="BYTES,...")] = "1452,8900",
     plot: Annotated[Path | None, typer.Option(help="Also draw it, as SVG.", metavar="FILE")] = None,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
     json: Json = False,
@@ -79,14 +84,18 @@ def link(
         _numbers(streams) if streams else b.Plan().streams, _numbers(record_kib, 1024), _numbers(page_kib, 1024),
         _codecs(codec), _numbers(rate_cap_gbps, 10**9), seconds, rounds,
     )  # fmt: skip
+    if transport == "quic":
+        plan = msgspec.structs.replace(plan, codecs=(), datagram_bytes=_numbers(datagram))
     b.check(plan)
     with contextlib.ExitStack() as stack:
         if connect and peer:
-            target = b.Target(open_store(keys).directory, peer, connect)
+            target, references = b.Target(open_store(keys).directory, peer, connect), None
         else:
-            target = stack.enter_context(b.other_end_here(Path(stack.enter_context(_folder()))))
+            folder = Path(stack.enter_context(_folder()))
+            target = stack.enter_context(b.other_end_here(folder))
+            references = b.references(plan, target, folder)
         step = stack.enter_context(_progress(plan.steps))
-        report = b.sweep(plan, target, step)
+        report = b.sweep(plan, target, step, references)
     if plot is not None:
         _write(plot, b.draw(report))
     show_json(report) if json else show(_link_table(report))
@@ -236,19 +245,22 @@ def _link_table(report: Any) -> RenderableType:
         mark = "bold" if row == report.best else ""
         rows.add_row(*(Text(cell, mark) for cell in _cells(row)))
     facts = {
-        "default": f"{_named(report.default)}: {report.streams_reason}" if report.default else "not in this sweep",
+        "default": f"{_named(report.default)}{_why(report)}" if report.default else "not in this sweep",
         "best": _named(report.best) if report.best else "none without a cap",
         "ceiling": f"plain TCP, one stream: {_speed(report.ceiling.plaintext_gbps)}; "
         f"iperf3 -P1: {_speed(report.ceiling.iperf3_gbps)}",
     }
-    return Group(rows, Text(""), codecs, Text(""), pairs(facts))
+    facts |= {name: _speed(speed) for name, speed in (report.ceiling.quic_gbps or {}).items()}
+    facts |= {name: f"absent: {why}" for name, why in (report.ceiling.absent or {}).items()}
+    shown = [rows, codecs] if codecs.row_count else [rows]
+    return Group(*(part for one in shown for part in (one, Text(""))), pairs(facts))
 
 
 def _cells(row: Any) -> list[str]:
     pages, loaded = row.page_ms, row.loaded_rtt_ms
     return [
         str(row.streams),
-        bytes_text(row.record_bytes),
+        f"{row.datagram_bytes} B" if row.datagram_bytes else bytes_text(row.record_bytes),
         bytes_text(row.page_bytes),
         f"{row.rate_cap_bps / 1e9:g}" if row.rate_cap_bps else "",
         f"{row.gbps:.2f}",
@@ -261,8 +273,15 @@ def _cells(row: Any) -> list[str]:
 
 
 def _named(row: Any) -> str:
-    sizes = f"{row.streams} streams, {bytes_text(row.record_bytes)} records, {bytes_text(row.page_bytes)} pages"
+    cut = f"{row.datagram_bytes} B datagrams" if row.datagram_bytes else f"{bytes_text(row.record_bytes)} records"
+    sizes = f"{row.streams} streams, {cut}, {bytes_text(row.page_bytes)} pages"
+    if row.ratios:
+        sizes += "".join(f", {ratio:.2f} x {name}" for name, ratio in row.ratios.items())
     return f"{row.gbps:.2f} Gb/s with {sizes}"
+
+
+def _why(report: Any) -> str:
+    return "" if report.default.transport == "quic" else f": {report.streams_reason}"
 
 
 def _speed(value: float | None) -> str:

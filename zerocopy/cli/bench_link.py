@@ -31,6 +31,8 @@ import uvloop
 from transport.address import Address, parse
 from transport.frames import MAX_RECORD, MIN_RECORD
 from transport.keys import KeyStore
+from transport.link import Endpoint, Link, LinkError, LinkOwner
+from transport.quic_choice import INSTALL, BothEndpoints, built
 from transport.tcp import DEFAULT_RECORD_BYTES, TcpEndpoint, stream_count
 from transport.tcp_link import MAX_STREAMS, TcpLink
 from zerocopy.cli.bench_codec import CODECS, codec_rows
@@ -46,6 +48,7 @@ from zerocopy.cli.bench_ends import (
     arena,
     send_plain,
 )
+from zerocopy.cli.bench_quic import AIOQUIC, References, bare_engine
 from zerocopy.cli.measuring import GIB, Quantiles, cpu_s, gbps, median, quantiles
 from zerocopy.cli.plot import Panel, svg
 from zerocopy.cli.screen import CliError, ExitCode, bytes_text
@@ -56,6 +59,10 @@ PAGES: Final = (1 << 20, 4 << 20)
 WARM_UP: Final = 0.25  # of a row's time, before it counts
 ASK_EVERY_S: Final = 0.05  # control round trips while pages flow
 CHILD_START_S: Final = 20.0
+DEFAULT_DATAGRAM_BYTES: Final = 1452  # the QUIC link's own default
+MIN_DATAGRAM, MAX_DATAGRAM = 1200, 9216  # what QUIC demands of a path; what the engine takes
+PLAINTEXT: Final = "plaintext"
+IPERF3: Final = "iperf3"
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -63,6 +70,10 @@ class Setting(msgspec.Struct, frozen=True):
     record_bytes: int
     page_bytes: int
     rate_cap_bps: float = 0
+    datagram_bytes: int = 0  # over QUIC, which has one connection and no records; 0 is TCP
+
+
+PLAIN: Final = Setting(1, DEFAULT_RECORD_BYTES, DEFAULT_PAGE_BYTES)  # the link that ceilings are arranged over
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -97,11 +108,15 @@ class Row(msgspec.Struct, frozen=True):
     loss: float | None = None
     ratio: float | None = None  # of a codec: raw bytes to encoded
     pays_below_gbps: float | None = None  # a codec: on links slower than this it would save time
+    datagram_bytes: int | None = None  # over QUIC
+    ratios: dict[str, float] | None = None  # over QUIC: to what else was measured, medians of those of one round
 
 
 class Ceiling(msgspec.Struct, frozen=True):
     plaintext_gbps: float | None
     iperf3_gbps: float | None
+    quic_gbps: dict[str, float] | None = None  # the bare engine by datagram size, and aioquic
+    absent: dict[str, str] | None = None  # what else of these could not be measured, and why
 
     @property
     def gbps(self) -> float | None:
@@ -127,14 +142,18 @@ class Plan(msgspec.Struct, frozen=True):
     seconds: float = 0.8
     rounds: int = 3
     ceilings: bool = True
+    datagram_bytes: Sequence[int] = ()  # over QUIC if there are any
 
     def settings(self) -> list[Setting]:
+        shapes = itertools.product(self.page_bytes, self.rate_caps_bps)
+        if self.datagram_bytes:
+            return [Setting(1, 0, *shape, datagram) for shape in shapes for datagram in self.datagram_bytes]
         product = itertools.product(self.streams, self.record_bytes, self.page_bytes, self.rate_caps_bps)
         return [Setting(*values) for values in product]
 
     @property
     def steps(self) -> int:
-        return self.rounds * (len(self.settings()) + 2)
+        return self.rounds * (len(self.settings()) + 2 + bool(self.datagram_bytes))
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -155,62 +174,92 @@ def check(plan: Plan) -> None:
         ("streams", plan.streams, 1, MAX_STREAMS),
         ("record bytes", plan.record_bytes, MIN_RECORD, MAX_RECORD),
         ("page bytes", plan.page_bytes, 1, MAX_PAGE_BYTES),
+        ("datagram bytes", plan.datagram_bytes, MIN_DATAGRAM, MAX_DATAGRAM),
     ):
         for value in values:
             if not low <= value <= high:
                 raise CliError(f"{name} {value} are outside {low} to {high}", ExitCode.USAGE)
+    if plan.datagram_bytes and not built():
+        raise CliError(f"this installation has no QUIC: {INSTALL}")
 
 
 # -- the connecting end ------------------------------------------------------------------------------------------------
 
 
-def sweep(plan: Plan, target: Target, step: Callable[[str], None]) -> Report:
-    """Measure everything. `step` is told of each measurement as it begins."""
-    samples, plain, iperf = uvloop.run(_sweep(plan, target, step))
-    ceiling = Ceiling(_median_or_none(plain), _median_or_none(iperf))
-    rows = [_row(setting, many, ceiling) for setting, many in samples.items()]
+def sweep(plan: Plan, target: Target, step: Callable[[str], None], references: References | None = None) -> Report:
+    """Measure everything. `step` is told of each measurement as it begins; `references` are for QUIC."""
+    samples, rounds = uvloop.run(_sweep(plan, target, step, references))
+    ceiling = _ceiling(rounds, references)
+    rows = [_row(setting, many, ceiling, rounds) for setting, many in samples.items()]
     chosen = stream_count()
     ours = Setting(chosen.count, DEFAULT_RECORD_BYTES, DEFAULT_PAGE_BYTES)
+    if plan.datagram_bytes:
+        ours = Setting(1, 0, DEFAULT_PAGE_BYTES, datagram_bytes=DEFAULT_DATAGRAM_BYTES)
     default = next((row for setting, row in zip(samples, rows, strict=True) if setting == ours), None)
     best = max((row for row in rows if not row.rate_cap_bps), key=lambda row: row.gbps, default=None)
     return Report([*rows, *_codec_rows(plan, ceiling, step)], default, best, ceiling, chosen.reason)
 
 
+def references(plan: Plan, target: Target, folder: Path) -> References | None:
+    """What QUIC is measured against where both ends are on this machine; `folder` outlives it."""
+    if not plan.datagram_bytes or not plan.ceilings:
+        return None
+    return References(folder, target.keys / "identity.pem", plan.datagram_bytes)
+
+
 async def _sweep(
-    plan: Plan, target: Target, step: Callable[[str], None]
-) -> tuple[dict[Setting, list[Sample]], list[float], list[float]]:
+    plan: Plan, target: Target, step: Callable[[str], None], references: References | None
+) -> tuple[dict[Setting, list[Sample]], list[dict[str, float]]]:
+    """Samples of each setting, one a round; and what else was measured, round by round."""
     memory = arena()
     samples: dict[Setting, list[Sample]] = {setting: [] for setting in plan.settings()}
-    plain: list[float] = []
-    iperf: list[float] = []
+    rounds: list[dict[str, float]] = []
     for number in range(plan.rounds):
+        others: dict[str, float] = {}
         if plan.ceilings:
-            step("plaintext")
-            plain += await _plaintext(target, memory, plan.seconds)
-            step("iperf3")
-            iperf += await _iperf3(target, memory, plan.seconds)
+            step(PLAINTEXT)
+            others |= await _plaintext(target, memory, plan.seconds)
+            step(IPERF3)
+            others |= await _iperf3(target, memory, plan.seconds)
+        if references is not None:
+            step("bare engine, aioquic")
+            others |= await asyncio.to_thread(references.measure, (1 + WARM_UP) * plan.seconds)
+        rounds.append(others)
         # Every other round backwards: what drifts over a round does not favour the same rows.
         for setting in list(samples)[:: -1 if number % 2 else 1]:
-            step(f"{setting.streams} streams, {setting.record_bytes >> 10} KiB, {setting.page_bytes >> 10} KiB")
+            step(_named(setting))
             samples[setting].append(await _sample(target, memory, setting, plan.seconds))
-    return samples, plain, iperf
+    return samples, rounds
+
+
+def _named(setting: Setting) -> str:
+    cut = f"{setting.datagram_bytes} B" if setting.datagram_bytes else f"{setting.record_bytes >> 10} KiB"
+    return f"{setting.streams} streams, {cut}, {setting.page_bytes >> 10} KiB"
 
 
 @contextlib.asynccontextmanager
 async def _connected(
-    target: Target, memory: memoryview, streams: int = 1, record_bytes: int = DEFAULT_RECORD_BYTES
-) -> AsyncIterator[tuple[SendingEnd, TcpLink]]:
+    target: Target, memory: memoryview, setting: Setting = PLAIN
+) -> AsyncIterator[tuple[SendingEnd, Link]]:
     """A fresh link: no measurement inherits another's threads or congestion window."""
     end = SendingEnd(memory)
-    endpoint = TcpEndpoint(KeyStore(target.keys), end, streams=streams, record_bytes=record_bytes)
+    endpoint = _endpoint(KeyStore(target.keys), end, setting)
     try:
         yield end, await endpoint.connect(target.peer, target.address)
     finally:
         await endpoint.close()
 
 
+def _endpoint(keys: KeyStore, owner: LinkOwner, setting: Setting) -> Endpoint:
+    if setting.datagram_bytes:
+        from transport.quic import QuicEndpoint
+
+        return QuicEndpoint(keys, owner, datagram_bytes=setting.datagram_bytes)
+    return TcpEndpoint(keys, owner, streams=setting.streams, record_bytes=setting.record_bytes)
+
+
 async def _sample(target: Target, memory: memoryview, setting: Setting, seconds: float) -> Sample:
-    async with _connected(target, memory, setting.streams, setting.record_bytes) as (end, link):
+    async with _connected(target, memory, setting) as (end, link):
         ready: Ready = await end.ask(link, Prepare(setting.page_bytes), Ready)
         idle = [(await end.usage(link))[1] for _ in range(5)]
         load, bps = setting.page_bytes, setting.rate_cap_bps
@@ -221,7 +270,7 @@ async def _sample(target: Target, memory: memoryview, setting: Setting, seconds:
         done = await end.load(link, load, ready.slots, seconds, bps)
         asking.cancel()
         after = cpu_s() + (await end.usage(link))[0].cpu_s
-        infos = link.tcp_info()
+        infos = link.tcp_info() if isinstance(link, TcpLink) else []
         return Sample(
             gbps=gbps(done.nbytes, done.elapsed_s),
             cpu_s_per_gib=(after - before) / (done.nbytes / GIB),
@@ -233,52 +282,72 @@ async def _sample(target: Target, memory: memoryview, setting: Setting, seconds:
         )
 
 
-async def _keep_asking(end: SendingEnd, link: TcpLink, into: list[float]) -> None:
+async def _keep_asking(end: SendingEnd, link: Link, into: list[float]) -> None:
     while True:
         await asyncio.sleep(ASK_EVERY_S)
         into.append((await end.usage(link))[1])
 
 
-async def _plaintext(target: Target, memory: memoryview, seconds: float) -> list[float]:
+async def _plaintext(target: Target, memory: memoryview, seconds: float) -> dict[str, float]:
     """One plain TCP stream; nothing if its port cannot be reached."""
     async with _connected(target, memory) as (end, link):
         opened: CeilingOpen = await end.ask(link, OpenCeiling("plaintext"), CeilingOpen)
         if opened.port is None:
-            return []
+            return {}
         try:
             began = await asyncio.to_thread(send_plain, target.host, opened.port, opened.token, memory, seconds)
         except OSError:
-            return []
+            return {}
         received: Received = await end.answer(Received)
-        return [gbps(received.nbytes, time.monotonic() - began)]
+        return {PLAINTEXT: gbps(received.nbytes, time.monotonic() - began)}
 
 
-async def _iperf3(target: Target, memory: memoryview, seconds: float) -> list[float]:
+async def _iperf3(target: Target, memory: memoryview, seconds: float) -> dict[str, float]:
     """`iperf3 -P1`, where both ends have it. It takes whole seconds."""
     if shutil.which("iperf3") is None:
-        return []
+        return {}
     async with _connected(target, memory) as (end, link):
         opened: CeilingOpen = await end.ask(link, OpenCeiling("iperf3"), CeilingOpen)
         if opened.port is None:
-            return []
+            return {}
         command = ["iperf3", "-c", target.host, "-p", str(opened.port), "-P1", "-t", str(max(1, round(seconds))), "-J"]
         process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         out, _ = await process.communicate()
     try:
-        return [json.loads(out)["end"]["sum_received"]["bits_per_second"] / 1e9]
+        return {IPERF3: json.loads(out)["end"]["sum_received"]["bits_per_second"] / 1e9}
     except (ValueError, KeyError):
-        return []
+        return {}
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def _row(setting: Setting, samples: Sequence[Sample], ceiling: Ceiling) -> Row:
+def _ceiling(rounds: Sequence[dict[str, float]], references: References | None) -> Ceiling:
+    names = {name for others in rounds for name in others}
+    speeds = {name: round(median([others[name] for others in rounds if name in others]), 3) for name in names}
+    plain, iperf3 = speeds.pop(PLAINTEXT, None), speeds.pop(IPERF3, None)
+    return Ceiling(plain, iperf3, speeds or None, references.absent if references is not None else None)
+
+
+def _ratios(setting: Setting, samples: Sequence[Sample], rounds: Sequence[dict[str, float]]) -> dict[str, float] | None:
+    """To iperf3, the bare engine with the same datagrams, and aioquic: medians of the ratios in one round, because a
+    machine drifts more from round to round than within one."""
+    if not setting.datagram_bytes:
+        return None
+    ratios = {}
+    for name in (IPERF3, bare_engine(setting.datagram_bytes), AIOQUIC):
+        pairs = zip(samples, rounds, strict=True)
+        if found := [sample.gbps / others[name] for sample, others in pairs if others.get(name)]:
+            ratios[name] = round(median(found), 3)
+    return ratios
+
+
+def _row(setting: Setting, samples: Sequence[Sample], ceiling: Ceiling, rounds: Sequence[dict[str, float]] = ()) -> Row:
     speed = median([sample.gbps for sample in samples])
     sent, repeated = (sum(getattr(s, name) for s in samples) for name in ("segments_sent", "segments_repeated"))
     pages = quantiles(1e3 * value for sample in samples for value in sample.page_s)
     return Row(
-        transport="tcp",
+        transport="quic" if setting.datagram_bytes else "tcp",
         streams=setting.streams,
         record_bytes=setting.record_bytes,
         page_bytes=setting.page_bytes,
@@ -292,6 +361,8 @@ def _row(setting: Setting, samples: Sequence[Sample], ceiling: Ceiling) -> Row:
         loaded_rtt_ms=quantiles(1e3 * value for sample in samples for value in sample.loaded_rtt_s),
         segments_repeated=repeated if sent else None,
         loss=round(repeated / sent, 6) if sent else None,
+        datagram_bytes=setting.datagram_bytes or None,
+        ratios=_ratios(setting, samples, rounds),
     )
 
 
@@ -320,28 +391,26 @@ def _percent(speed: float, ceiling: Ceiling) -> float | None:
     return round(100 * speed / ceiling.gbps, 1) if ceiling.gbps else None
 
 
-def _median_or_none(values: Sequence[float]) -> float | None:
-    return round(median(values), 3) if values else None
-
-
 def draw(report: Report) -> str:
-    """Throughput and processor time over record size, a line for each number of streams, page size and cap."""
-    rows = [row for row in report.rows if row.transport == "tcp"]
-    records = sorted({row.record_bytes for row in rows})
+    """Throughput and processor time over record or datagram size, a line for each number of streams, page size and
+    cap."""
+    rows = [row for row in report.rows if row.transport != "memory"]
+    quic = any(row.transport == "quic" for row in rows)
+    cuts = sorted({row.datagram_bytes or row.record_bytes for row in rows})
     lines: dict[str, dict[int, Row]] = {}
     for row in rows:
         cap = f", {row.rate_cap_bps / 1e9:g} Gb/s cap" if row.rate_cap_bps else ""
         name = f"{row.streams} streams, {bytes_text(row.page_bytes)} pages{cap}"
-        lines.setdefault(name, {})[row.record_bytes] = row
-    ticks = [bytes_text(size) for size in records]
+        lines.setdefault(name, {})[row.datagram_bytes or row.record_bytes] = row
+    ticks = [bytes_text(size) for size in cuts]
 
     def series(field: str) -> dict[str, list[float | None]]:
-        return {name: [getattr(line.get(size), field, None) for size in records] for name, line in lines.items()}
+        return {name: [getattr(line.get(size), field, None) for size in cuts] for name, line in lines.items()}
 
     named = {"plain TCP": report.ceiling.plaintext_gbps, "iperf3 -P1": report.ceiling.iperf3_gbps}
     levels = {name: value for name, value in named.items() if value is not None}
     return svg(
-        "Encrypted pages over TCP, by record size",
+        "Encrypted pages over QUIC, by datagram size" if quic else "Encrypted pages over TCP, by record size",
         [
             Panel("Gb/s", ticks, series("gbps"), levels),
             Panel("CPU-seconds per GiB, both ends", ticks, series("cpu_s_per_gib")),
@@ -366,14 +435,24 @@ async def _listen(keys: Path, address: str, announce: Callable[[list[str]], None
         watch = threading.Thread(target=_wait_for_end_of_stdin, args=(loop, stop), daemon=True)
         watch.start()
     store = KeyStore(keys)
-    endpoint = TcpEndpoint(store, LandingEnd(parse(address).host))
+    endpoint = _both(store, LandingEnd(parse(address).host))
     try:
         bound = parse(await endpoint.listen(address))
-    except OSError as error:
-        raise CliError(f"cannot listen on {address}: {error.strerror or error}") from None
+    except (OSError, LinkError) as error:
+        raise CliError(f"cannot listen on {address}: {getattr(error, 'strerror', None) or error}") from None
     announce([connect_command(reachable, store.name()) for reachable in reachable_addresses(bound)])
     await stop.wait()
     await endpoint.close()
+
+
+def _both(keys: KeyStore, owner: LinkOwner) -> Endpoint:
+    """Whoever connects chooses the transport."""
+    tcp = TcpEndpoint(keys, owner)
+    if not built():
+        return tcp
+    from transport.quic import QuicEndpoint
+
+    return BothEndpoints(tcp, QuicEndpoint(keys, owner))
 
 
 def _wait_for_end_of_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:

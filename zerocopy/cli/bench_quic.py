@@ -1,0 +1,80 @@
+"""What `bench link --transport quic` is measured against, on this machine only: the bare engine and aioquic.
+
+The bare engine (benches/quic_ceiling.c) is the least program that moves bytes with the same library: no pages, no
+Python. aioquic runs in an environment of its own that benches/peers.py makes. Both live in a checkout; without it, or
+without a compiler, they are absent and the reason is said, never estimated.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+AIOQUIC: Final = "aioquic"
+LIBRARIES: Final = ("-lngtcp2", "-lngtcp2_crypto_gnutls", "-lgnutls")
+SAMPLE_S: Final = 300  # a first measurement of aioquic also installs it
+
+
+def bare_engine(datagram_bytes: int) -> str:
+    return f"bare engine {datagram_bytes}"
+
+
+class References:
+    """`folder` keeps the compiled program, `identity` is a key's PEM. `absent` says who could not be measured, why."""
+
+    def __init__(self, folder: Path, identity: Path, datagrams: Sequence[int]) -> None:
+        self._program = folder / "quic_ceiling"
+        self._identity = identity
+        self._datagrams = datagrams
+        self.absent: dict[str, str] = {}
+        if failed := self._build():
+            self.absent |= {bare_engine(datagram): failed for datagram in datagrams}
+
+    def measure(self, seconds: float) -> dict[str, float]:
+        """Gb/s of each that is there, once."""
+        rates = {}
+        for datagram in self._datagrams:
+            if bare_engine(datagram) not in self.absent:
+                rates[bare_engine(datagram)] = self._bare(datagram, seconds)
+        if AIOQUIC not in self.absent and (rate := self._aioquic()) is not None:
+            rates[AIOQUIC] = rate
+        return rates
+
+    def _build(self) -> str:
+        """Why it could not be had, or nothing."""
+        source = ROOT / "benches" / "quic_ceiling.c"
+        if not source.exists():
+            return "benches/ is not part of this installation: run from a checkout"
+        command = [os.environ.get("CC", "cc"), "-std=c11", "-O2", str(source), "-I", str(ROOT / "native")]
+        try:
+            done = subprocess.run([*command, "-o", str(self._program), *LIBRARIES], capture_output=True, text=True)
+        except OSError as error:
+            return f"{command[0]}: {error.strerror or error}"
+        return f"{command[0]} failed: {_last_line(done.stderr)}" if done.returncode else ""
+
+    def _bare(self, datagram: int, seconds: float) -> float:
+        command = [str(self._program), str(self._identity), str(seconds), str(datagram), "bbr"]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=SAMPLE_S)
+        return float(done.stdout.split()[0])
+
+    def _aioquic(self) -> float | None:
+        command = [sys.executable, "-m", "benches.peers", "--only", AIOQUIC, "--rounds", "1", "--mib", "256", "--json"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SAMPLE_S)
+        try:
+            report = json.loads(done.stdout)
+            if report["rows"]:
+                return float(report["rows"][0]["gbps"])
+            self.absent[AIOQUIC] = report["absent"][0]["why"]
+        except (ValueError, LookupError):
+            self.absent[AIOQUIC] = _last_line(done.stderr)
+        return None
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it said nothing"])[-1]
