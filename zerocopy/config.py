@@ -167,6 +167,14 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     kv_type: Annotated[KvType, _setting("Engine", "Number type of the KV cache. Equal on both hosts.")] = "f16"
     flash_attention: Annotated[Literal["on", "off"], _setting("Engine", "Flash attention. Equal on both hosts.")] = "on"
+    batch_invariant: Annotated[
+        bool,
+        _setting(
+            "Engine",
+            "Compute every sequence as if it were alone: no bit of an answer depends on what else is served. "
+            "Long prompts take longer. Equal on both hosts for bit-equal results.",
+        ),
+    ] = False
     threads: Annotated[
         int,
         _setting("Engine", "Engine threads; 0: one a physical core. Equal on both hosts.", metavar="N", ge=0, le=1024),

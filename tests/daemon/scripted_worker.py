@@ -30,6 +30,7 @@ FACTS = EngineFacts(
     chat_template=None,
     bos_token="",
     eos_token="",
+    batch_invariant=False,
     mtp="off",
 )
 

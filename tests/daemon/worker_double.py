@@ -57,6 +57,7 @@ FACTS = EngineFacts(
     chat_template=None,
     bos_token="",
     eos_token="",
+    batch_invariant=False,
     mtp="off",
 )
 PROMPT = [(5 * i) % 128 for i in range(70)]

@@ -98,7 +98,10 @@ def test_what_a_setting_changes_in_the_identity(
     assert {name for name, _, _ in mine.differences(other)} == fields
 
 
-@pytest.mark.parametrize("options", [changed(chunk_tokens=32), changed(threads=2), changed(flash_attention=False)])
+@pytest.mark.parametrize(
+    "options",
+    [changed(chunk_tokens=32), changed(threads=2), changed(flash_attention=False), changed(batch_invariant=True)],
+)
 def test_what_decides_the_last_bit_is_in_the_exactness_class(options: LlamaOptions, open_runtime: OpenRuntime) -> None:
     assert open_runtime("llama").facts.identity.exactness != open_runtime("llama", options).facts.identity.exactness
 
@@ -145,6 +148,7 @@ def test_threads_default_to_the_physical_cores(open_runtime: OpenRuntime) -> Non
         (changed(kv_type_k="q4_0"), "KV type q4_0 is none of"),
         (changed(kv_type_v="q4_0"), "KV type q4_0 is none of"),
         (changed(kv_type_v="q8_0", flash_attention=False), "needs flash attention"),
+        (changed(batch_invariant=True, flash_attention=False), "depend on the batch"),
         (changed(threads=-1), "threads -1"),
     ],
 )

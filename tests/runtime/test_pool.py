@@ -59,6 +59,32 @@ def test_a_pool_that_became_empty_is_as_good_as_a_new_one(family: str, open_runt
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)
+def test_a_batch_invariant_pool_gives_every_bit_of_a_lone_sequence(family: str, open_runtime: OpenRuntime) -> None:
+    """Two threads, cells in another order and behind others', prompts cut elsewhere, and a batch of four."""
+    how = {name: getattr(FOUR, name) for name in FOUR.__struct_fields__}
+    runtime = open_runtime(family, LlamaOptions(**how | {"threads": 2, "kv_tokens": 2048, "batch_invariant": True}))
+    lengths, order = (301, 77, 401, 130), (3, 0, 2, 1)
+    prompts = [prompt(runtime.facts, length, seed=length) for length in lengths]
+    alone = []
+    for tokens in prompts:
+        lane = runtime.open_pool().lane(0)
+        prefill(lane, runtime.facts, tokens)
+        alone.append((lane.state_digests(KEY), greedy(lane, 5, len(tokens), 4)[1]))
+    pool = runtime.open_pool()
+    for n in order:
+        for start in range(0, lengths[n], 50):
+            pool.lane(n).prefill(prompts[n][start : min(start + 50, lengths[n])], start)
+    assert [pool.lane(n).state_digests(KEY) for n in range(4)] == [state for state, _ in alone]
+    chosen = [5] * 4
+    for step in range(4):
+        rows = [Row(pool.lane(n), [chosen[n]], lengths[n] + step) for n in order]
+        for n, output in zip(order, pool.evaluate(rows), strict=True):
+            heads = [row for row in (output.logits, output.mtp_logits) if row is not None]
+            assert same([[row.view(np.uint32) for row in heads]], [alone[n][1][step]])
+            chosen[n] = int(output.logits.argmax())
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
 def test_tokens_and_slices_in_one_call_give_what_calls_of_their_own_give(
     family: str, open_runtime: OpenRuntime
 ) -> None:

@@ -293,6 +293,7 @@ def worker_options(config: DaemonConfig) -> WorkerOptions:
             kv_type_k=config.kv_type,
             kv_type_v=config.kv_type,
             flash_attention=config.flash_attention == "on",
+            batch_invariant=config.batch_invariant,
             threads=config.threads,
             mtp=config.mtp != "off",
         ),

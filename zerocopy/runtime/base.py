@@ -45,6 +45,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     chat_template: str | None
     bos_token: str
     eos_token: str
+    batch_invariant: bool  # every bit of a sequence is what it would be if it were alone
     mtp: str  # "off", or "tracked" when the MTP context follows the target
     control_tokens: tuple[str, ...] = ()  # texts that are one token where control tokens are parsed, and only there
 

@@ -172,6 +172,7 @@ class SyntheticRuntime:
             chat_template=None,
             bos_token="",
             eos_token="",
+            batch_invariant=True,
             mtp="tracked",
         )
 

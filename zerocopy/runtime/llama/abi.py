@@ -130,6 +130,14 @@ int32_t llama_process(struct llama_context * ctx, int32_t type, struct llama_bat
 /* llama-ext.h: C++ linkage, so their mangled names */
 void _Z26llama_set_embeddings_nextnP13llama_contextbb(struct llama_context * ctx, bool value, bool masked);
 float * _Z26llama_get_embeddings_nextnP13llama_context(struct llama_context * ctx);
+
+/* ggml's scheduler of a context, and the switch of its CPU backend to kernels that see one row at a time */
+struct ggml_backend_sched; struct ggml_backend;
+struct ggml_backend_sched * _ZNK13llama_context9get_schedEv(const struct llama_context * ctx);
+int ggml_backend_sched_get_n_backends(struct ggml_backend_sched * sched);
+struct ggml_backend * ggml_backend_sched_get_backend(struct ggml_backend_sched * sched, int i);
+bool ggml_backend_is_cpu(struct ggml_backend * backend);
+void ggml_backend_cpu_set_use_ref(struct ggml_backend * backend_cpu, bool use_ref);
 """
 
 

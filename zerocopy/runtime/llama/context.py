@@ -38,6 +38,7 @@ class ContextOptions(msgspec.Struct, frozen=True):
     kv_type_k: str
     kv_type_v: str
     flash_attention: bool
+    batch_invariant: bool
     threads: int
 
     @property
@@ -65,6 +66,8 @@ class Context:
         self.handle = self._c.llama_init_from_model(model, _parameters(library, options, mtp))
         if self.handle == library.ffi.NULL:
             raise library.failure("engine-context", f"the engine cannot make a context of {options.cells} tokens")
+        if options.batch_invariant:
+            self._use_row_kernels()
         self._memory = self._c.llama_get_memory(self.handle)
         self._n_vocab = self._c.llama_vocab_n_tokens(self._c.llama_model_get_vocab(model))
         self._batch = self._c.llama_batch_init(options.batch_tokens, 0, 1)
@@ -191,6 +194,19 @@ class Context:
         if pointer == self._library.ffi.NULL:
             raise self._library.failure("engine-decode", "the engine has no output for the last token")
         return np.frombuffer(self._library.ffi.buffer(pointer, 4 * count), dtype=np.float32)
+
+    def _use_row_kernels(self) -> None:
+        """Kernels that compute each row of a batch alone, cell by cell: what a sequence gets then depends neither on
+        the rest of its batch, nor on which cells it lies in, nor on where its prompt was cut. The engine's others do:
+        flash attention works in tiles of 64 rows and 64 cells, or splits the cells among threads for a single row, and
+        products of matrices of floats are blocked as soon as there are two rows (ggml-cpu, `use_ref`)."""
+        scheduler = self._c._ZNK13llama_context9get_schedEv(self.handle)
+        for number in range(self._c.ggml_backend_sched_get_n_backends(scheduler)):
+            backend = self._c.ggml_backend_sched_get_backend(scheduler, number)
+            if not self._c.ggml_backend_is_cpu(backend):
+                self.close()
+                raise EngineError("batch-invariant", "only the engine's CPU backend can be batch-invariant")
+            self._c.ggml_backend_cpu_set_use_ref(backend, True)
 
     def _check_echo(self, options: ContextOptions) -> None:
         """The engine read our parameters where we wrote them."""

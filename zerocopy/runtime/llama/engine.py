@@ -43,6 +43,7 @@ class LlamaOptions(msgspec.Struct, frozen=True):
     kv_type_k: str = "f16"
     kv_type_v: str = "f16"
     flash_attention: bool = True
+    batch_invariant: bool = False  # no answer depends on what else is served; slower prefill of long prompts
     threads: int = 0  # 0: one per physical core
     mtp: bool = True  # track the MTP head where the model has one
 
@@ -139,6 +140,7 @@ class LlamaRuntime:
             chat_template=header.chat_template,
             bos_token=self._special(self._library.c.llama_vocab_bos(self._vocab)),
             eos_token=self._special(self._library.c.llama_vocab_eos(self._vocab)),
+            batch_invariant=lane.options.batch_invariant,
             mtp="tracked" if lane.schema.spec(Component.MTP_KV) else "off",
             control_tokens=self._control_tokens(lane.n_vocab),
         )
@@ -184,6 +186,10 @@ def _check_options(options: LlamaOptions) -> None:
                 (options.kv_type_k not in KV_TYPES, f"KV type {options.kv_type_k} is none of {', '.join(KV_TYPES)}"),
                 (options.kv_type_v not in KV_TYPES, f"KV type {options.kv_type_v} is none of {', '.join(KV_TYPES)}"),
                 (
+                    options.batch_invariant and not options.flash_attention,
+                    "without flash attention results depend on the batch: switch it on, or --batch-invariant off",
+                ),
+                (
                     options.kv_type_v == "q8_0" and not options.flash_attention,
                     "KV type q8_0 for V needs flash attention: switch it on or use f16",
                 ),
@@ -207,6 +213,7 @@ def _context_options(options: LlamaOptions) -> ContextOptions:
         kv_type_k=options.kv_type_k,
         kv_type_v=options.kv_type_v,
         flash_attention=options.flash_attention,
+        batch_invariant=options.batch_invariant,
         threads=options.threads or _physical_cores(),
     )
 
@@ -252,7 +259,7 @@ def _exactness(library: Library, options: ContextOptions) -> str:
     flash = "on" if options.flash_attention else "off"
     return (
         f"{library.sha256[:16]} {library.cpu()} {libc} chunk {options.chunk_tokens} "
-        f"threads {options.threads} flash attention {flash}"
+        f"threads {options.threads} flash attention {flash}{' batch-invariant' if options.batch_invariant else ''}"
     )
 
 
