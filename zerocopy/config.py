@@ -129,7 +129,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     sequences: Annotated[
         int,
         _setting(
-            "Engine", "Requests the engine works on at once, for each role of the host.", metavar="N", ge=1, le=253
+            "Engine", "Requests the engine works on at once, for each role of the host.", metavar="N", ge=1, le=252
         ),
     ] = 4
     kv_tokens: Annotated[

@@ -85,6 +85,34 @@ def test_a_batch_invariant_pool_gives_every_bit_of_a_lone_sequence(family: str, 
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)
+def test_sequences_that_come_and_go_leave_the_others_cells_in_token_order(
+    family: str, open_runtime: OpenRuntime
+) -> None:
+    """Many times the pool's cells: every exported page is one, and every bit is a lone sequence's (Q1, Q2)."""
+    how = {name: getattr(FOUR, name) for name in FOUR.__struct_fields__}
+    runtime = open_runtime(family, LlamaOptions(**how | {"threads": 2, "kv_tokens": 768, "batch_invariant": True}))
+    rng, pool, lone = random.Random(5), runtime.open_pool(), runtime.open_pool().lane(0)
+    tokens: list[list[int]] = [[], [], [], []]
+    for turn in range(40):
+        n = turn % 4
+        pool.lane(n).clear()
+        tokens[n] = prompt(runtime.facts, rng.randint(1, 150), seed=turn)
+        prefill(pool.lane(n), runtime.facts, tokens[n])
+        for _ in range(rng.randint(1, 6)):
+            live = [each for each in range(4) if tokens[each]]
+            pool.evaluate([Row(pool.lane(each), [turn], len(tokens[each])) for each in live])
+            for each in live:
+                tokens[each].append(turn)
+        if turn % 4 == 3:
+            oldest = (n + 1) % 4
+            lone.clear()
+            prefill(lone, runtime.facts, tokens[oldest])
+            assert pool.lane(oldest).state_digests(KEY) == lone.state_digests(KEY)
+            probed = bits(pool.lane(oldest), pool.lane(oldest).probe(7, len(tokens[oldest])))
+            assert same([probed], [bits(lone, lone.evaluate(7, len(tokens[oldest])))])
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
 def test_tokens_and_slices_in_one_call_give_what_calls_of_their_own_give(
     family: str, open_runtime: OpenRuntime
 ) -> None:

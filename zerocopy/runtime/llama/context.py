@@ -1,9 +1,9 @@
 """One engine context as Python sees it: decode, copy between sequences, read and write state. Typed, and nothing more.
 
-Sequences: 0 always empty, 1 scratch for pages, 2 for probes, live ones from `FIRST_LIVE_SEQUENCE` on. The cache is
-unified, all sequences share its cells: with one stream per sequence a copy of a token range aborts the process.
-Whoever calls has checked positions and bytes before: the engine does not. One thread. Owns the context's memory until
-`close`.
+Sequences: 0 always empty, 1 scratch for pages, 2 for probes, 3 holds the cells of those that ended, live ones from
+`FIRST_LIVE_SEQUENCE` on. The cache is unified, all sequences share its cells: with one stream per sequence a copy of a
+token range aborts the process. Whoever calls has checked positions and bytes before: the engine does not. One thread.
+Owns the context's memory until `close`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from zerocopy.runtime.llama.blob import PAGE_SEQUENCE
 
 _EMPTY_SEQUENCE: Final = 0
 PROBE_SEQUENCE: Final = 2
-FIRST_LIVE_SEQUENCE: Final = 3
-MAX_LIVE_SEQUENCES: Final = 253  # the engine's own limit is 256 sequences in all
+_ENDED_SEQUENCE: Final = 3
+FIRST_LIVE_SEQUENCE: Final = 4
+MAX_LIVE_SEQUENCES: Final = 252  # the engine's own limit is 256 sequences in all
 _RECURRENT_ONLY: Final = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 _MTP_CONTEXT: Final = 1
 N_CTX_STEP: Final = 256  # the engine rounds context sizes up to this
@@ -108,6 +109,13 @@ class Context:
 
     def drop(self, sequence: int) -> None:
         self._c.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+
+    def bury(self, sequence: int) -> None:
+        """End a sequence and keep its cells taken: the engine gives out the first free cell, and one that lies before
+        cells of a live sequence would put a later token before an earlier one. `clear` frees them."""
+        self.copy(sequence, _ENDED_SEQUENCE)
+        self.copy(_EMPTY_SEQUENCE, _ENDED_SEQUENCE)  # not its recurrent state: as in `_scratch`
+        self.drop(sequence)
 
     def last_position(self, sequence: int) -> int:
         return int(self._c.llama_memory_seq_pos_max(self._memory, sequence))

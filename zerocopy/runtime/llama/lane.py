@@ -48,6 +48,9 @@ class OwningPool(Protocol):
 
     def evaluate(self, rows: Sequence[Row]) -> list[Output]: ...
 
+    def take_cells(self, count: int) -> None:
+        """The engine is about to place so many tokens."""
+
     def dropped(self, lane: LlamaLane) -> None:
         """This lane's sequence is over."""
 
@@ -56,6 +59,13 @@ class OwningPool(Protocol):
     def counters(self) -> EngineCounters: ...
 
     def close(self) -> None: ...
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """What the engine holds of one lane, in memory of ours."""
+
+    pages: list[tuple[Component, memoryview]]  # in token order
+    snapshot: memoryview | None
 
 
 class LlamaLane:
@@ -89,6 +99,7 @@ class LlamaLane:
 
     def probe(self, token: int, position: int) -> Logits:
         self.check([token], position)
+        self.pool.take_cells(1)
         self._target.copy(self.sequence, PROBE_SEQUENCE)
         try:
             self._target.decode([Run(PROBE_SEQUENCE, [token], position)])
@@ -170,6 +181,8 @@ class LlamaLane:
                 "snapshot-last", "an attention KV page would drop the recurrent state that is here: import pages first"
             )
         blob.check_page(payload, self._m.geometries[component], tokens, self._m.n_vocab)
+        if component == Component.ATTENTION_KV:  # the MTP head's cells fill no faster
+            self.pool.take_cells(tokens[1] - tokens[0])
         with self._changing(component, then=tokens[1]):
             self._context(component).import_range(self.sequence, payload)
 
@@ -210,6 +223,37 @@ class LlamaLane:
         if self._mtp:
             digests[Component.MTP_HIDDEN.label] = _digest(key, self._mtp.pending(self.sequence).data)
         return digests
+
+    def save(self) -> Saved:
+        """What is valid of the lane's state, for `restore` once the engine's memory has been cleared. Needs as much
+        memory as that. The pending hidden row is not the engine's and stays where it is."""
+        pages, snapshot = list[tuple[Component, memoryview]](), None
+        for component in (Component.ATTENTION_KV, Component.MTP_KV):
+            spec, valid = self._m.schema.spec(component), self._valid.get(component, 0)
+            step = min(self._m.options.chunk_tokens, spec.max_page_tokens) if spec else 1
+            for start in range(0, valid, step):
+                assert spec is not None
+                tokens = (start, min(start + step, valid))
+                page = memoryview(bytearray(spec.page_bytes((0, spec.layers), tokens)))
+                self._context(component).export_range(self.sequence, tokens, page)
+                pages.append((component, page))
+        if self._valid.get(Component.RECURRENT, 0) > 0:
+            snapshot = memoryview(bytearray(self._m.schema.snapshot_bytes()))
+            self._target.export_recurrent(self.sequence, snapshot)
+        return Saved(pages, snapshot)
+
+    def restore(self, saved: Saved) -> None:
+        """Put it back and overwrite the copy."""
+        for component, page in saved.pages:
+            self._context(component).import_range(self.sequence, page)
+            page[:] = bytes(len(page))
+        if saved.snapshot is not None:
+            self._target.import_recurrent(self.sequence, saved.snapshot)
+            saved.snapshot[:] = bytes(len(saved.snapshot))
+
+    @property
+    def cells(self) -> int:
+        return max(0, self._valid.get(Component.ATTENTION_KV, 0))
 
     def reset_counters(self) -> None:
         self.pool.reset_counters()

@@ -66,13 +66,13 @@ class MtpFollower:
         finally:
             self.context.drop(PROBE_SEQUENCE)
 
-    def drop(self, sequence: int) -> None:
-        self.context.drop(sequence)
+    def bury(self, sequence: int) -> None:
+        self.context.bury(sequence)
         self._pending[sequence] = 0
 
     def clear(self) -> None:
+        """Overwrite the engine's cells and the last batch. Pending rows end with their sequences."""
         self.context.clear()
-        self._pending[:] = 0
         self._rows[:] = 0
         self._c.llama_batch_ext_clear(self._batch)
 

@@ -1,9 +1,10 @@
 """One engine context with a fixed number of lanes in it: evaluates tokens of several sequences in one engine call.
 
-All lanes share the context's cells. Cells of a sequence that ended are free at once and overwritten with zeros when no
-lane holds any state: the engine can only wipe all of them. Then the next sequence also lies from cell 0 on, as in a
-new context, which is what bit-equality needs. Who may use which lane, and that the tokens of all lanes fit the cells,
-is the caller's to know. Owns the context, the MTP head's beside it, and the lanes.
+All lanes share the context's cells, which are given out in rising order only, so that every sequence lies in token
+order: pages are exported, and attention adds up, in the order of cells. Cells of a sequence that ended are taken until
+no lane holds any state, or until the end is reached: then all cells are overwritten with zeros, and what the lanes
+hold is put back from cell 0 on. Who may use which lane, and that the tokens of all lanes fit the cells, is the
+caller's to know. Owns the context, the MTP head's beside it, and the lanes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class LlamaPool:
             except EngineError:
                 self.target.close()
                 raise
+        self._taken = 0  # cells given out since the last wipe
         self._lanes = [LlamaLane(self, FIRST_LIVE_SEQUENCE + i) for i in range(model.options.sequences)]
 
     def lane(self, number: int) -> LlamaLane:
@@ -35,6 +37,7 @@ class LlamaPool:
 
     def evaluate(self, rows: Sequence[Row]) -> list[Output]:
         lanes = [self._own(row) for row in rows]
+        self.take_cells(sum(len(row.tokens) for row in rows))
         for lane in lanes:
             lane.begin_evaluation()
         runs = [Run(lane.sequence, row.tokens, row.start) for lane, row in zip(lanes, rows, strict=True)]
@@ -49,13 +52,28 @@ class LlamaPool:
         return outputs
 
     def dropped(self, lane: LlamaLane) -> None:
-        self.target.drop(lane.sequence)
+        self.target.bury(lane.sequence)
         if self.mtp:
-            self.mtp.drop(lane.sequence)
+            self.mtp.bury(lane.sequence)
         if not any(other.used for other in self._lanes if other is not lane):
-            self.target.clear()
-            if self.mtp:
-                self.mtp.clear()
+            self._wipe()
+
+    def take_cells(self, count: int) -> None:
+        if Component.ATTENTION_KV not in self.model.geometries:
+            return
+        if self._taken + count > self.model.options.cells:
+            saved = [(lane, lane.save()) for lane in self._lanes if lane.used]
+            self._wipe()
+            for lane, state in saved:
+                lane.restore(state)
+                self._taken += lane.cells
+        self._taken += count
+
+    def _wipe(self) -> None:
+        self._taken = 0
+        self.target.clear()
+        if self.mtp:
+            self.mtp.clear()
 
     def reset_counters(self) -> None:
         self.target.reset_counters()
