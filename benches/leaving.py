@@ -1,9 +1,10 @@
 """Clients that disconnect at random points (issue 5, acceptance 7): python -m benches.leaving, JSON on stdout.
 
-Requests of all lengths, streaming and not, local and handed over, arrive a few at a time, more of them than there are
-lanes. Each client leaves after a random time, so some while they queue, some while their prompt is read or transferred,
-some between tokens; the decoder counts which. Then both hosts must hold nothing within a second
-of the last, and one request must be answered to the bit as it was before: tokens, logits and state, under one key.
+Requests of all lengths, streaming and not, local and handed over, at either host's front door, arrive a few at a time,
+more of them than there are lanes. Each client leaves after a random time, so some while they queue, some while their
+prompt is read or transferred, some between tokens; the decoder counts which. Then both hosts must hold nothing within
+a second of the last, and one request must be answered to the bit as it was before: tokens, logits and state, under one
+key.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Client:
     """One request on a socket of its own, and what it had seen when it left."""
 
     def __init__(self, two: Two, number: int, rng: random.Random) -> None:
-        self._two = two
+        self._port = rng.choice((two.decoder, two.decoder, two.prefiller)).http_port
         self.streams = rng.random() < 0.5
         self._mode = rng.choice(("disaggregated", "disaggregated", "local"))
         arrival = Arrival(0.0, rng.choice(LENGTHS), 0)
@@ -46,7 +47,7 @@ class Client:
 
     async def run(self) -> str:
         """Leaves after its time; returns where the request was."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._two.decoder.http_port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         data = msgspec.json.encode(self._body)
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nx-zc-placement: {self._mode}\r\n"
         writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)

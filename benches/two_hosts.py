@@ -64,6 +64,7 @@ def _held(status: dict[str, Any]) -> dict[str, int]:
     slots = status["slots"].values()
     return {
         "reserved_bytes": status["reserved_bytes"],
+        "requests": status["requests"],
         "handoffs": status["handoffs_in"] + status["handoffs_out"],
         "sequences": sum(line["held_sequences"] for line in slots),
         "cells": sum(line["held_tokens"] for line in slots),

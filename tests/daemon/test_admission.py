@@ -183,6 +183,28 @@ async def test_a_restarted_engine_changes_nothing_for_those_who_wait() -> None:
     assert not has_a_lane(admission.ask("", 1))
 
 
+@on_uvloop
+async def test_requests_that_find_a_lane_free_say_nothing_of_how_long_a_turn_takes() -> None:
+    admission, clock = line(sequences=1, waiting=1000, wait_s=40.0)
+    for _ in range(100):
+        ticket = admission.ask("", None)
+        clock.now += 0.01  # its prompt is tokenized
+        admission.measured(ticket, 1, None)
+        admission.give_back(ticket)
+    running = admission.ask("", 1)
+    for _ in range(10):  # a turn takes 2 s
+        ticket = admission.ask("", 1)
+        clock.now += 2.0
+        admission.give_back(running)
+        running = ticket
+    accepted = 0
+    with contextlib.suppress(Refused):
+        while accepted < 100:
+            admission.ask("", 1)
+            accepted += 1
+    assert 5 < accepted <= 20  # twenty turns fit forty seconds
+
+
 @pytest.mark.parametrize("seed", range(5))
 @on_uvloop
 async def test_turns_of_very_different_length_still_come_in_time_for_all_who_wait(seed: int) -> None:

@@ -74,6 +74,7 @@ class Ticket:
         self.tokens = tokens  # None while nobody knows: it keeps its place and lets others pass
         self.group = group
         self.since = since  # asked, then granted
+        self.waited = False  # for a lane; not for its own tokens to be counted
         self.lane = -1
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -205,10 +206,12 @@ class Admission:
                 passed.append(ticket)
                 break
         self._line[:0] = passed
+        for ticket in self._line:
+            ticket.waited = ticket.waited or ticket.tokens is not None
 
     def _grant(self, ticket: Ticket) -> None:
         now = self._clock()
-        if self._line or now > ticket.since:  # somebody waits, so the pace of grants is that of the engine
+        if ticket.waited:  # so the pace of grants is that of the engine
             self._pace.add(now - max(self._last_grant, ticket.since))
         self._last_grant = ticket.since = now
         ticket.lane = self._free.pop(0)

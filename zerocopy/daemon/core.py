@@ -159,6 +159,7 @@ class Core:
             },
             "reserved_bytes": self.memory.reserved_bytes(),
             "slots": {role: msgspec.to_builtins(line.use()) for role, line in self._lines().items()},
+            "requests": self._requests,
             "handoffs_out": self.outgoing.running,
             "handoffs_in": len(self.generation.incoming),
             "peers": [self.peers.describe(peer) for peer in self.peers.all()],

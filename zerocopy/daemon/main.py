@@ -53,7 +53,7 @@ async def serve(config: DaemonConfig, worker_command: Sequence[str] = WORKER_COM
     engine = asyncio.create_task(core.worker.run())
     dialling = asyncio.create_task(core.peers.dial(endpoint))
     await _first_of(asyncio.wait({engine}), signals.acquire())
-    log_event("draining", seconds=config.drain_s)
+    log_event("draining", seconds=config.drain_s, detail="a second signal ends what still runs")
     core.drain()
     await _first_of(core.drained(), signals.acquire(), asyncio.sleep(config.drain_s))
     log_event("stopping")
