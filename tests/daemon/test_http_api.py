@@ -317,6 +317,25 @@ async def test_a_body_over_the_limit_is_refused() -> None:
 
 
 @on_uvloop
+async def test_bodies_of_all_requests_together_are_bounded_and_the_rest_told_to_come_back() -> None:
+    """Q2: before a byte is read, and until the request is answered."""
+    async with open_door() as door:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {http_api.MAX_BODY_BYTES - 100}\r\n\r\n"
+        writers = [(await door.connect())[1] for _ in range(4)]
+        for writer in writers:
+            writer.write(head.encode() + b"{")
+        while (reply := await door.post({"prompt": "x" * 1000})).status == 200:
+            await asyncio.sleep(0.01)
+        assert (reply.status, reply.error["code"]) == (503, "queue-full")
+        assert "Retry-After" in reply.headers
+        for writer in writers:
+            writer.close()
+        while (await door.post(COMPLETION)).status != 200:
+            await asyncio.sleep(0.01)
+        assert (await door.post(COMPLETION)).status == 200
+
+
+@on_uvloop
 async def test_a_prompt_of_a_megabyte_and_unicode_passes_unchanged() -> None:
     prompt = "häßlich 😀 \u0000 漢字 " * 60_000
     async with open_door() as door:

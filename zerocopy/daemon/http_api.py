@@ -3,7 +3,8 @@
 Owns HTTP only: bodies, headers, Server-Sent Events, the API key. It never answers 200 for a failed generation: the
 status waits for the first token, and what fails later ends the stream with an error event. A client that goes away
 cancels its request: the server cancels the task, the task closes the service's iterator.
-Bounds: `MAX_BODY_BYTES` a request, `BODY_S` to send it, `STALLED_S` for a client that stops reading.
+Bounds: `MAX_BODY_BYTES` a request, `MAX_BODIES_BYTES` all that are not yet answered, `BODY_S` to send it, `STALLED_S`
+for a client that stops reading.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 import hmac
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 import msgspec
@@ -22,6 +23,7 @@ from aiohttp import web
 from transport.address import from_socket, parse
 from zerocopy.config import DaemonConfig
 from zerocopy.daemon import openai_schema as schema
+from zerocopy.daemon.admission import RETRY_S
 from zerocopy.daemon.chat import render
 from zerocopy.daemon.choices import generate_choices
 from zerocopy.daemon.openai_answer import Answer, Choice
@@ -38,6 +40,7 @@ from zerocopy.daemon.requests import (
 from zerocopy.daemon.telemetry import log_event
 
 MAX_BODY_BYTES: Final = 16 << 20  # a prompt of 1M token ids, as JSON, is below 8 MiB
+MAX_BODIES_BYTES: Final = 4 * MAX_BODY_BYTES  # as Python objects up to eight times that
 BODY_S: Final = 60.0  # 16 MiB at 2 Mb/s
 STALLED_S: Final = 60.0  # then a client that reads nothing no longer holds engine memory
 SHUTDOWN_S: Final = 5.0
@@ -84,12 +87,13 @@ async def start(app: web.Application, address: str) -> tuple[web.AppRunner, str]
 
 
 class _FrontDoor:
-    """The routes of one daemon; no state of its own beyond the settings."""
+    """The routes of one daemon. Keeps count of the bodies that it holds."""
 
     def __init__(self, service: GenerationService, config: DaemonConfig) -> None:
         self._service = service
         self._keys = config.tenant_keys()
         self._allow_proofs = config.allow_proofs
+        self._held_bytes = 0
 
     @web.middleware
     async def guard(self, request: web.Request, handler: _Respond) -> web.StreamResponse:
@@ -125,19 +129,36 @@ class _FrontDoor:
             raise RequestError("invalid-api-key", "send the API key as `Authorization: Bearer KEY`", 401)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        body = schema.parse(await _read(request), schema.CompletionBody)
-        wanted = self._request(request, body, body.single_prompt(), body.max_tokens)
-        return await self._answer(request, body, wanted, chat=False)
+        with self._room(request):
+            body = schema.parse(await _read(request), schema.CompletionBody)
+            wanted = self._request(request, body, body.single_prompt(), body.max_tokens)
+            return await self._answer(request, body, wanted, chat=False)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        body = schema.parse(await _read(request), schema.ChatBody)
-        if self._service.model_name() is None:
-            raise self._not_serving()
-        text, literal = render(self._service.chat_template(), body.messages)
-        limit = body.max_completion_tokens or body.max_tokens
-        prompt = self._request(request, body, text, limit)
-        wanted = msgspec.structs.replace(prompt, parse_special=True, literal=literal)
-        return await self._answer(request, body, wanted, chat=True)
+        with self._room(request):
+            body = schema.parse(await _read(request), schema.ChatBody)
+            if self._service.model_name() is None:
+                raise self._not_serving()
+            text, literal = render(self._service.chat_template(), body.messages)
+            limit = body.max_completion_tokens or body.max_tokens
+            prompt = self._request(request, body, text, limit)
+            wanted = msgspec.structs.replace(prompt, parse_special=True, literal=literal)
+            return await self._answer(request, body, wanted, chat=True)
+
+    @contextlib.contextmanager
+    def _room(self, request: web.Request) -> Iterator[None]:
+        """For one body, from before its first byte is read until its request is answered: who waits holds memory too.
+        One of unknown size is as large as it may be."""
+        announced = request.content_length
+        nbytes = MAX_BODY_BYTES if announced is None else min(announced, MAX_BODY_BYTES)
+        if self._held_bytes + nbytes > MAX_BODIES_BYTES:
+            held = f"{self._held_bytes} bytes of requests are not answered yet, {MAX_BODIES_BYTES} is the most"
+            raise RequestError("queue-full", f"{held}: this one has {nbytes}", 503, RETRY_S)
+        self._held_bytes += nbytes
+        try:
+            yield
+        finally:
+            self._held_bytes -= nbytes
 
     async def models(self, request: web.Request) -> web.Response:
         name = self._service.model_name()
