@@ -252,7 +252,9 @@ class PageShape:
     def index_of(self, record: RecordHeader) -> int:
         """Raises LinkError unless the record is one of this page's cut."""
         index, rest = divmod(record.offset, self.record_bytes)
-        if rest or index >= self.records or self.record(record.page, index) != record:
+        left = self.payload_bytes - record.offset
+        length = min(left, self.record_bytes)
+        if rest or left <= 0 or (record.length, record.final) != (length, left == length):
             raise malformed(f"record [{record.offset}, +{record.length}) of a page of {self.payload_bytes} bytes")
         return index
 

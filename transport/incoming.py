@@ -90,6 +90,8 @@ class IncomingPages:
 
     def _claim_through(self, number: int, stopped: Callable[[], bool]) -> None:
         """Claim every page up to `number`, in order, waiting for announcements that other streams carry."""
+        if number < self._next_claim:
+            return
         deadline = time.monotonic() + self._turn_s
         while self._next_claim <= number:
             turn = self._next_claim

@@ -1,8 +1,8 @@
 """One bulk TCP connection of a link: a thread that seals and sends, a thread that receives and unseals.
 
 Two large calls a record on each side, both without the GIL: `encrypt_into` from the page into staging and `sendall`;
-`recv_into` to staging and `decrypt_into` to the landing. Staging holds ciphertext only. The socket is blocking;
-`stop` shuts it down, which ends both threads wherever they wait.
+`recv_into` to staging and `decrypt_into` to the landing. Staging holds ciphertext only. `stop` shuts the socket down,
+which ends both threads wherever they wait.
 
 Owns the socket, the two threads and their staging (about two records). Owns no page.
 """
@@ -10,6 +10,7 @@ Owns the socket, the two threads and their staging (about two records). Owns no 
 from __future__ import annotations
 
 import mmap
+import select
 import socket
 import struct
 import sys
@@ -50,7 +51,6 @@ def tune(sock: socket.socket, timeout_s: float, congestion: str | None) -> None:
             sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     if congestion is not None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
     if sys.platform == "linux":
@@ -79,12 +79,18 @@ class BulkStream:
         pages: tuple[OutgoingPages, IncomingPages],
         ended: Callable[[BulkStream], None],
         label: str,
+        timeout_s: float,
     ) -> None:
-        """`keys` are (to send, to receive), both past their OPEN record. `ended` is called by the last thread."""
+        """`keys` are (to send, to receive), both past their OPEN record. `ended` is called by the last thread. A record
+        that has begun to arrive must go on within `timeout_s`."""
         self._sock = sock
         self._send_keys, self._receive_keys = keys
         self._outgoing, self._incoming = pages
         self._ended = ended
+        self._timeout_s = timeout_s
+        self._low_water = 1
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
         self._lock = threading.Lock()
         self._running = 2
         self._stopped = False
@@ -171,27 +177,25 @@ class BulkStream:
     # -- receiver thread
 
     def _receive(self) -> None:
-        staging = _staging(MAX_RECORD + TAG)
-        head = memoryview(bytearray(RECORD_HEADER))
-        number, shape, ahead = -1, PageShape(0, 1, b""), False
-        while ahead or self._fill(head, idle=True):
-            as_it_came = bytes(head)
-            record = RecordHeader.unpack(as_it_came)
-            size = record.length + TAG
-            sealed = staging[:size]
-            ahead = record.kind == Kind.PAGE  # a PAGE leaves together with its first DATA: read on into its header
-            self._fill(staging[: size + RECORD_HEADER] if ahead else sealed)
-            if ahead:
-                head[:] = staging[size : size + RECORD_HEADER]
+        staging = _staging(RECORD_HEADER + MAX_RECORD + TAG + RECORD_HEADER)
+        number, shape, filled = -1, PageShape(0, 1, b""), 0
+        while filled := self._fill(staging, filled, RECORD_HEADER, RECORD_HEADER):
+            head = bytes(staging[:RECORD_HEADER])
+            record = RecordHeader.unpack(head)
+            end = RECORD_HEADER + record.length + TAG
+            filled = self._fill(staging, filled, end, end + RECORD_HEADER)
+            sealed = staging[RECORD_HEADER:end]
             if record.kind == Kind.DATA and record.page == number:
-                self._land(record, as_it_came, shape, sealed)
+                self._land(record, head, shape, sealed)
             elif record.kind == Kind.PAGE:
-                number, shape = record.page, self._announced(record, as_it_came, sealed)
+                number, shape = record.page, self._announced(record, head, sealed)
             elif record.kind == Kind.REKEY:
-                unseal(self._receive_keys, as_it_came, sealed, b"", sealed[:0])
+                unseal(self._receive_keys, head, sealed, b"", sealed[:0])
                 self._receive_keys.advance()
             else:
                 raise malformed(f"record of kind {record.kind.name} for page {record.page} while page {number} is open")
+            filled -= end
+            staging[:filled] = staging[end : end + filled]
 
     def _announced(self, record: RecordHeader, head: bytes, sealed: memoryview) -> PageShape:
         announcement = memoryview(bytearray(record.length))
@@ -210,19 +214,27 @@ class BulkStream:
         unseal(self._receive_keys, head, sealed, shape.packed, into)
         self._incoming.finish(record.page)
 
-    def _fill(self, view: memoryview, *, idle: bool = False) -> bool:
-        """Receive exactly `view`; False if an idle connection ended. Waits without limit only while idle."""
-        filled = 0
-        while filled < len(view):
+    def _fill(self, staging: memoryview, filled: int, least: int, most: int) -> int:
+        """Receive until at least `least` of `staging` is filled, and up to `most` of what is there; returns how much
+        is. 0 if the connection ended between two records, where alone it may stay silent without limit.
+
+        The kernel wakes this thread when all that is missing has come, not for every segment: on loopback that was a
+        tenth of both hosts' work. It must not wait inside `recv`, which goes on waiting for so much after taking some.
+        """
+        while filled < least:
+            if least - filled != self._low_water:
+                self._low_water = least - filled
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, self._low_water)
+            came = self._poll.poll(1000 * self._timeout_s)
             try:
-                count = self._sock.recv_into(view[filled:], 0, socket.MSG_WAITALL)
+                count = self._sock.recv_into(staging[filled:most], 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                if idle and not filled:
+                if came or not filled:
                     continue
                 raise
             if not count:
-                if idle and not filled:
-                    return False
+                if not filled:
+                    return 0
                 raise LinkError("stream-lost", "a bulk connection ended inside a record: check the path")
             filled += count
-        return True
+        return filled
