@@ -56,7 +56,7 @@ def inside(rounds: int, seconds: float) -> None:
         landing = subprocess.Popen([*on["B"], "--listen", ADDRESS], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert landing.stdout is not None
         landing.stdout.readline()  # it listens
-        sweep = ["--record-kib", "1024", "--page-kib", "4096", "--codec", "none"]
+        sweep = ["--record-kib", "2048", "--page-kib", "8192", "--codec", "none"]
         timing = ["--rounds", str(rounds), "--seconds", str(seconds), "--json"]
         try:
             subprocess.run([*on["A"], "--connect", ADDRESS, "--peer", "b", *sweep, *timing], check=True)

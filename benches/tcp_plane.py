@@ -1,6 +1,6 @@
 """The encrypted TCP plane on loopback, two processes: throughput and CPU of both ends, over streams x record size.
 
-    python -m benches.tcp_plane [--rounds 3] [--gib 2] [--streams 1,2,3] [--records 256,512,1024] [--page-mib 2]
+    python -m benches.tcp_plane [--rounds 3] [--gib 2] [--streams 1,2,3] [--records 256,1024,2048] [--page-mib 8]
 
 Rounds are interleaved, medians reported, with `iperf3 -P1` of the same rounds as the yardstick when it is installed.
 CPU-s/GiB counts user and system time of both processes while pages move. This is how the defaults of `transport.tcp`
@@ -180,8 +180,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gib", type=float, default=2)
     parser.add_argument("--streams", type=numbers, default=[1, 2, 3])
-    parser.add_argument("--records", type=numbers, default=[256, 512, 1024], help="KiB")
-    parser.add_argument("--page-mib", type=float, default=2)
+    parser.add_argument("--records", type=numbers, default=[256, 1024, 2048], help="KiB")
+    parser.add_argument("--page-mib", type=float, default=8)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:

@@ -39,7 +39,7 @@ from transport.link import MAX_HEADER, MAX_MESSAGE, LinkError
 
 VERSION: Final = 1
 MAX_INTERNAL: Final = 16 << 10
-MAX_RECORD: Final = 1 << 20
+MAX_RECORD: Final = 2 << 20
 MIN_RECORD: Final = 1 << 12
 MAX_PAYLOAD: Final = 1 << 34  # 4 Mi records of the smallest size: what a peer's page can make this host count
 WINDOW: Final = 1024  # pages announced and not yet acknowledged, per direction of a link

@@ -23,7 +23,7 @@ from zerocopy.cli.bench_link import Ceiling, Plan, Report, Row, Sample, Setting
 ROW = {"transport", "streams", "record_bytes", "page_bytes", "codec", "rate_cap_bps", "gbps", "cpu_s_per_gib",
        "percent_of_ceiling"}  # fmt: skip
 COUNT = stream_count().count
-SHORT = ["--streams", f"{COUNT}", "--record-kib", "1024", "--page-kib", "4096", "--seconds", "0.1", "--rounds", "1"]
+SHORT = ["--streams", f"{COUNT}", "--record-kib", "2048", "--page-kib", "8192", "--seconds", "0.1", "--rounds", "1"]
 
 
 def sample(speed: float, **other: Any) -> Sample:
@@ -113,8 +113,8 @@ def test_both_ends_here_give_every_figure_and_a_picture(tmp_path: Path, capsys: 
     assert (wire["transport"], wire["streams"], wire["record_bytes"], wire["page_bytes"]) == (
         "tcp",
         COUNT,
-        1 << 20,
-        4 << 20,
+        2 << 20,
+        8 << 20,
     )
     assert wire["gbps"] > 0 and wire["cpu_s_per_gib"] > 0 and wire["percent_of_ceiling"] > 0 and wire["rtt_ms"] > 0
     assert codec["transport"] == "memory" and codec["codec"] == "lz4" and codec["ratio"] > 0

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.cli.memory_watch import MemoryWatch
-from transport.tcp import DEFAULT_RECORD_BYTES
 from zerocopy.cli import bench_path, main
 from zerocopy.cli.bench_path import PathPlan, _hand_off, _pair, _passed, _processes, tail_figures
 from zerocopy.cli.hosts import Hosts
@@ -99,7 +98,7 @@ def test_a_gib_of_state_passes_and_none_of_it_is_ever_on_a_heap_or_copied_betwee
     exactly once."""
     tokens = 98_304
     plan = PathPlan(prompt_tokens=tokens)
-    watch = MemoryWatch(tmp_path, DEFAULT_RECORD_BYTES + 4096)
+    watch = MemoryWatch(tmp_path, (1 << 20) + 4096)
     watch.arm(monkeypatch)
     with Hosts(tmp_path / "hosts") as hosts:
         source, sink = _pair(hosts, tmp_path / f"m{SUFFIX}", Descriptor(), plan, tokens)

@@ -235,7 +235,7 @@ def test_any_record_header_is_taken_whole_or_refused(kind: int, flags: int, leng
 # -- pages
 
 
-@given(st.integers(1, 1 << 22), st.integers(4096, 1 << 20))
+@given(st.integers(1, 1 << 22), st.integers(4096, MAX_RECORD))
 @settings(max_examples=200, deadline=None)
 def test_the_cut_of_a_page_covers_it_exactly_once(size: int, record_bytes: int) -> None:
     shape = PageShape(size, record_bytes, b"h")

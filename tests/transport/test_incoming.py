@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transport.frames import WINDOW, PageShape
+from transport.frames import MAX_RECORD, WINDOW, PageShape
 from transport.incoming import IncomingPages, wipe
 from transport.link import Landing, LinkError
 from transport.stats import TcpStats
@@ -226,7 +226,7 @@ class _Small(Landing):
 
 
 def test_wiping_covers_every_byte_of_any_length() -> None:
-    for size in (1, RECORD, (1 << 20) - 1, (1 << 20) + 1, (2 << 20) + 5):
+    for size in (1, RECORD, MAX_RECORD - 1, MAX_RECORD + 1, 2 * MAX_RECORD + 5):
         view = mapped(size)
         view[::7] = b"\xff" * len(view[::7])
         view[-1] = 0xFF

@@ -56,8 +56,8 @@ def link(
     streams: Annotated[
         str | None, typer.Option(help="Bulk connections; else 1 to 3 and what a daemon takes here.", metavar="N,...")
     ] = None,
-    record_kib: Annotated[str, typer.Option(help="Record sizes.", metavar="KIB,...")] = "256,1024",
-    page_kib: Annotated[str, typer.Option(help="Page sizes.", metavar="KIB,...")] = "1024,4096",
+    record_kib: Annotated[str, typer.Option(help="Record sizes.", metavar="KIB,...")] = "256,1024,2048",
+    page_kib: Annotated[str, typer.Option(help="Page sizes.", metavar="KIB,...")] = "1024,8192",
     codec: Annotated[str, typer.Option(help="Of none, lz4, shuffle+lz4.", metavar="NAME,...")] = "none,lz4,shuffle+lz4",
     rate_cap_gbps: Annotated[str, typer.Option(help="Pace to these rates; 0 is no cap.", metavar="GBPS,...")] = "0",
     seconds: Annotated[float, typer.Option(help="Of each measurement.", min=0.05, max=600)] = 0.8,

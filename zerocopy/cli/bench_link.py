@@ -52,10 +52,11 @@ from zerocopy.cli.bench_quic import AIOQUIC, References, bare_engine
 from zerocopy.cli.measuring import GIB, Quantiles, cpu_s, gbps, median, quantiles
 from zerocopy.cli.plot import Panel, svg
 from zerocopy.cli.screen import CliError, ExitCode, bytes_text
+from zerocopy.runtime.pages import PAGE_BYTES
 
-DEFAULT_PAGE_BYTES: Final = 4 << 20
-RECORDS: Final = (256 << 10, 1 << 20)
-PAGES: Final = (1 << 20, 4 << 20)
+DEFAULT_PAGE_BYTES: Final = PAGE_BYTES  # as large as a host makes them
+RECORDS: Final = (256 << 10, 1 << 20, DEFAULT_RECORD_BYTES)
+PAGES: Final = (1 << 20, DEFAULT_PAGE_BYTES)
 WARM_UP: Final = 0.25  # of a row's time, before it counts
 ASK_EVERY_S: Final = 0.05  # control round trips while pages flow
 CHILD_START_S: Final = 20.0

@@ -271,6 +271,7 @@ class SyntheticLane:
 
     def probe(self, token: int, position: int) -> Logits:
         began = time.monotonic()
+        self.check([token], position)
         value = self._advance([token], position)
         logits = self._logits(self._folded(value))
         self.pool.work("decode", 1, began)
@@ -305,12 +306,11 @@ class SyntheticLane:
         if start + len(tokens) > self._facts.n_ctx:
             total, most = start + len(tokens), self._facts.n_ctx
             raise EngineError("context-full", f"{total} tokens do not fit a context of {most}")
-        if (np.array(tokens, dtype=np.uint64) >= self._facts.n_vocab).any():
+        if not 0 <= min(tokens) <= max(tokens) < self._facts.n_vocab:
             raise EngineError("token-range", f"a token is outside the vocabulary of {self._facts.n_vocab}")
 
     def _advance(self, tokens: Sequence[int], start: int) -> Words:
-        """P(start + 1) ... of the tokens that follow."""
-        self.check(tokens, start)
+        """P(start + 1) ... of the tokens that follow, which `check` has passed."""
         ids = np.array(tokens, dtype=np.uint64)
         positions = np.arange(start + 1, start + 1 + len(ids), dtype=np.uint64)
         values: Words = np.cumsum(_scramble(ids + (positions << np.uint64(32)))) + self._prefix[start]
