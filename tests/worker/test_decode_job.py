@@ -56,7 +56,7 @@ def test_an_imported_prompt_continues_bit_for_bit_as_one_that_never_left(stage: 
     assert moved.proof == local.proof
     assert moved.proof is not None
     assert len(moved.proof["logits"]) == 8  # type: ignore[arg-type]
-    assert (moved.prompt_tokens_evaluated, local.prompt_tokens_evaluated) == (1, 1)
+    assert (moved.prompt_tokens_evaluated, local.prompt_tokens_evaluated) == (1, len(PROMPT))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -300,7 +300,7 @@ def test_one_step_is_one_token_so_that_other_lanes_get_their_turn(stage: OpenSta
     counts = []
     while step(job):
         counts.append(len(play.outbox.all(p.TextDelta)))
-    assert counts == [0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7]  # chunks, the last prompt token, then an engine call a token
+    assert counts == [0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7]  # chunks, then an engine call a token, the last prompt token too
 
 
 def test_no_proof_is_made_unless_it_was_asked_for(stage: OpenStage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """One request on a decode lane: prompt evaluated here or imported, then tokens generated.
 
 An import is uncommitted until the daemon says `Commit`; nothing is generated before (H3). The last prompt token is
-always evaluated here, in an engine call of its own as on the source, so the first logits are this host's and the
-probe is compared with them. Owns the lane's live sequence from start to `close`.
+always evaluated here and as a row of its own, so the first logits are this host's; after an import in an engine call
+of its own as on the source, and the probe is compared with them. Owns the lane's live sequence from start to `close`.
 """
 
 from __future__ import annotations
@@ -97,9 +97,8 @@ class DecodeJob:
             yield from self._evaluate_prompt()
         else:
             yield from self._import(self.ring)
-        self._first_evaluation()
-        yield True
-        if self.ring is not None:
+            self._first_evaluation()
+            yield True
             self._send(Imported(self.job, self._marks, tuple(self._imports), self.solo))
             yield from self._verify(self.ring)
         while not self.committed:
@@ -115,7 +114,12 @@ class DecodeJob:
             yield Row(self.lane, history[start : start + size], start)
         self.remaining = 0
         self._marks["prefilled"] = time.monotonic()
-        yield True  # the first evaluation is an engine call: not within somebody else's batch
+        self._prove_state()
+        self.decoding = True  # one token, as all that follow
+        output = yield Row(self.lane, self._tokens[-1:], len(history))
+        assert output is not None
+        self._prompt_evaluated = len(self._tokens)
+        self._take_first(output)
 
     def _import(self, ring: Ring) -> Iterator[bool]:
         while True:
@@ -168,15 +172,22 @@ class DecodeJob:
             raise EngineError("position", f"engine stands at {found} after the import, not at {expected}")
 
     def _first_evaluation(self) -> None:
-        if self._proof:
-            self._proof.state = self.lane.state_digests(self._proof.key)
+        """After an import, in an engine call of its own: the engine's counters then say what was evaluated here."""
+        self._prove_state()
         self._pool.reset_counters()
-        # Copies: others may be evaluated before this request is committed.
-        self._logits = self.lane.evaluate(self._tokens[-1], len(self._tokens) - 1).copy()
-        mtp = self.lane.mtp_logits()
-        self._mtp_logits = None if mtp is None else mtp.copy()
+        logits = self.lane.evaluate(self._tokens[-1], len(self._tokens) - 1)
         counters = self._pool.counters()
         self._prompt_evaluated = counters.prompt_tokens + counters.single_tokens
+        self._take_first(Output(logits, self.lane.mtp_logits()))
+
+    def _prove_state(self) -> None:
+        if self._proof:
+            self._proof.state = self.lane.state_digests(self._proof.key)
+
+    def _take_first(self, output: Output) -> None:
+        # Copies: others may be evaluated before this request is committed.
+        self._logits = output.logits.copy()
+        self._mtp_logits = None if output.mtp_logits is None else output.mtp_logits.copy()
         self._marks["evaluated"] = time.monotonic()
         if self._proof:
             self._proof.add(self._logits)

@@ -208,7 +208,7 @@ class Generated(msgspec.Struct, frozen=True, tag=True):
     job: int
     reason: Literal["stop", "length"]
     completion_tokens: int
-    prompt_tokens_evaluated: int  # on this host, after the import: the engine's own count
+    prompt_tokens_evaluated: int  # on this host; after an import the engine's own count
     marks: dict[str, float]
     proof: dict[str, object] | None
     tokens: tuple[int, ...] = ()  # all that were chosen, where they were asked for

@@ -1,21 +1,25 @@
 """One engine context with a fixed number of lanes in it: evaluates tokens of several sequences in one engine call.
 
 All lanes share the context's cells, which are given out in rising order only, so that every sequence lies in token
-order: pages are exported, and attention adds up, in the order of cells. Cells of a sequence that ended are taken until
-no lane holds any state, or until the end is reached: then all cells are overwritten with zeros, and what the lanes
-hold is put back from cell 0 on. Who may use which lane, and that the tokens of all lanes fit the cells, is the
-caller's to know. Owns the context, the MTP head's beside it, and the lanes.
+order: pages are exported, and attention adds up, in the order of cells. Cells of a sequence that ended stay taken until
+no lane holds any state, until moving what the lanes hold costs less than they do, or until the end is reached: then all
+cells are overwritten with zeros, and what the lanes hold is put back from cell 0 on. Who may use which lane, and that
+the tokens of all lanes fit the cells, is the caller's to know. Owns the context, that of the MTP head, and the lanes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from zerocopy.handoff.components import Component
 from zerocopy.runtime.base import EngineCounters, EngineError, Output, Row
 from zerocopy.runtime.llama.context import FIRST_LIVE_SEQUENCE, Context, Run
 from zerocopy.runtime.llama.lane import LaneModel, LlamaLane
 from zerocopy.runtime.llama.mtp import MtpFollower
+
+# Attention looks at every cell that was given out; fewer than these of ended sequences are not worth an engine call.
+_FEW_CELLS: Final = 256
 
 
 class LlamaPool:
@@ -30,6 +34,8 @@ class LlamaPool:
                 self.target.close()
                 raise
         self._taken = 0  # cells given out since the last wipe
+        kv = [spec for c in (Component.ATTENTION_KV, Component.MTP_KV) if (spec := model.schema.spec(c))]
+        self._cell_bytes = sum(sum(spec.layer_bytes) for spec in kv)
         self._lanes = [LlamaLane(self, FIRST_LIVE_SEQUENCE + i) for i in range(model.options.sequences)]
 
     def lane(self, number: int) -> LlamaLane:
@@ -55,25 +61,27 @@ class LlamaPool:
         self.target.bury(lane.sequence)
         if self.mtp:
             self.mtp.bury(lane.sequence)
-        if not any(other.used for other in self._lanes if other is not lane):
-            self._wipe()
+        others = [other for other in self._lanes if other.used and other is not lane]
+        held, per_cell = sum(other.cells for other in others), self._cell_bytes
+        moved = held * per_cell + len(others) * self.model.schema.snapshot_bytes()
+        if not others or (self._taken - held) * per_cell > max(moved, _FEW_CELLS * per_cell):
+            self._close_up(others)
 
     def take_cells(self, count: int) -> None:
-        if Component.ATTENTION_KV not in self.model.geometries:
-            return
         if self._taken + count > self.model.options.cells:
-            saved = [(lane, lane.save()) for lane in self._lanes if lane.used]
-            self._wipe()
-            for lane, state in saved:
-                lane.restore(state)
-                self._taken += lane.cells
+            self._close_up([lane for lane in self._lanes if lane.used])
         self._taken += count
 
-    def _wipe(self) -> None:
-        self._taken = 0
+    def _close_up(self, lanes: Sequence[LlamaLane]) -> None:
+        """Wipe every cell and put back what these lanes hold."""
+        saved = [lane.save() for lane in lanes]
         self.target.clear()
         if self.mtp:
             self.mtp.clear()
+        self._taken = 0
+        for lane, state in zip(lanes, saved, strict=True):
+            lane.restore(state)
+            self._taken += lane.cells
 
     def reset_counters(self) -> None:
         self.target.reset_counters()
