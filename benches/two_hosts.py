@@ -6,6 +6,7 @@ Owns a folder for keys and logs and the hosts' processes; both end with the bloc
 from __future__ import annotations
 
 import contextlib
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -91,4 +92,9 @@ def two_hosts(
             host.start()
         prefiller.wait_ready()
         decoder.wait_ready(connected_to=["prefiller"])
-        yield Two(prefiller, decoder)
+        try:
+            yield Two(prefiller, decoder)
+        except BaseException:
+            for host in (prefiller, decoder):
+                print(f"{host.name}:\n{host.log_tail()}", file=sys.stderr)
+            raise
