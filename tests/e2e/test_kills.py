@@ -145,11 +145,15 @@ def test_the_decode_worker_is_killed_in_mid_transfer(slow: Pair) -> None:
     _check_handed_over_again(slow, signal.SIGKILL)
 
 
-def test_a_decode_worker_that_hangs_in_mid_transfer_is_killed(start_pair: StartPair) -> None:
-    """It has been silent for longer than an engine call takes; the request knows nothing of it."""
-    flags = ["--engine-call-s", "1"]
-    with start_pair(planted=["careful"], decode_flags=flags) as pair:
+def test_a_worker_that_hangs_in_mid_transfer_is_killed(start_pair: StartPair) -> None:
+    """It has been silent for longer than an engine call takes: from then on it is as if it had died."""
+    flags, key = ["--engine-call-s", "1"], new_key()
+    with start_pair(planted=["careful"], prefill_flags=flags, decode_flags=flags) as pair:
         _check_handed_over_again(pair, signal.SIGSTOP)
+        with _in_transfer(pair, fallback="allow", key=key) as answer:
+            os.kill(_worker_pid(pair.prefiller), signal.SIGSTOP)
+            _check_answer(pair, answer, "worker-lost", key)
+        assert_nothing_held(pair.prefiller, pair.decoder)
 
 
 def _check_handed_over_again(pair: Pair, number: int) -> None:
