@@ -59,6 +59,25 @@ def test_an_imported_prompt_continues_bit_for_bit_as_one_that_never_left(stage: 
     assert (moved.prompt_tokens_evaluated, local.prompt_tokens_evaluated) == (1, len(PROMPT))
 
 
+def test_an_import_beside_others_is_evaluated_in_their_engine_call(stage: OpenStage) -> None:
+    """Q1: they do not wait for a second one; what is left of the prompt is still one token."""
+    play = stage("llama")
+    pages = play.exported(PROMPT)
+    job = play.generate(PROMPT, imported=True)
+    job.shared = job.state_complete = True
+    for page in pages:
+        play.land(page)
+    while job.work():
+        assert not play.outbox.all(p.Imported)
+    row = job.wanted()
+    assert row is not None
+    assert (list(row.tokens), row.start, job.decoding) == (PROMPT[-1:], len(PROMPT) - 1, True)
+    run(job)
+    assert not play.outbox.one(p.Imported).solo and not job.decoding
+    commit(job)
+    assert play.outbox.one(p.Generated).prompt_tokens_evaluated == 1
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_probe_of_a_sound_import_is_bit_equal(stage: OpenStage, family: str) -> None:
     play = stage(family)

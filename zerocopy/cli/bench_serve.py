@@ -108,7 +108,9 @@ def _session(target: Target) -> aiohttp.ClientSession:
     headers = dict(target.headers) | ({"Authorization": f"Bearer {target.api_key}"} if target.api_key else {})
     return aiohttp.ClientSession(
         headers=headers,
-        connector=aiohttp.TCPConnector(limit=0),
+        # One connection a request, as of clients that know nothing of each other: llama.cpp's server closes a
+        # connection after a streamed answer without saying so, and the next request on it fails.
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=target.timeout_s, sock_connect=10),
     )
 

@@ -1,8 +1,8 @@
 """One request on a decode lane: prompt evaluated here or imported, then tokens generated.
 
 An import is uncommitted until the daemon says `Commit`; nothing is generated before (H3). The last prompt token is
-always evaluated here and as a row of its own, so the first logits are this host's; after an import in an engine call
-of its own as on the source, and the probe is compared with them. Owns the lane's live sequence from start to `close`.
+always evaluated here and as a row of its own, so the first logits are this host's, and the probe is compared with them.
+Owns the lane's live sequence from start to `close`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DecodeJob:
         self._pool = pool
         self.lane: Lane = pool.lane(message.lane)
         self.ring = ring
-        self.solo = True  # the loop's to say
+        self.shared = False  # the loop's to say: others were in the pool
         self.decoding = False
         self.remaining = 0  # prompt tokens still to evaluate
         self._slab = slab
@@ -60,6 +60,11 @@ class DecodeJob:
         self._row: Row | None = None
         self._run = self._steps()
         self.finished = False
+
+    @property
+    def solo(self) -> bool:
+        """Nothing but the prompt decided the last bit."""
+        return not self.shared or self._runtime.facts.batch_invariant
 
     def wanted(self) -> Row | None:
         return self._row
@@ -97,8 +102,7 @@ class DecodeJob:
             yield from self._evaluate_prompt()
         else:
             yield from self._import(self.ring)
-            self._first_evaluation()
-            yield True
+            yield from self._first_evaluation()
             self._send(Imported(self.job, self._marks, tuple(self._imports), self.solo))
             yield from self._verify(self.ring)
         while not self.committed:
@@ -115,10 +119,15 @@ class DecodeJob:
         self.remaining = 0
         self._marks["prefilled"] = time.monotonic()
         self._prove_state()
-        self.decoding = True  # one token, as all that follow
-        output = yield Row(self.lane, self._tokens[-1:], len(history))
-        assert output is not None
         self._prompt_evaluated = len(self._tokens)
+        yield from self._evaluate_last()
+
+    def _evaluate_last(self) -> Generator[Row, Output | None, None]:
+        """The last prompt token, as a row of whatever engine call comes next."""
+        self.decoding = True  # one token, as of those that generate
+        output = yield Row(self.lane, self._tokens[-1:], len(self._tokens) - 1)
+        self.decoding = False
+        assert output is not None
         self._take_first(output)
 
     def _import(self, ring: Ring) -> Iterator[bool]:
@@ -171,14 +180,20 @@ class DecodeJob:
         if found.target != expected or found.mtp not in (None, expected):
             raise EngineError("position", f"engine stands at {found} after the import, not at {expected}")
 
-    def _first_evaluation(self) -> None:
-        """After an import, in an engine call of its own: the engine's counters then say what was evaluated here."""
+    def _first_evaluation(self) -> Generator[Row | bool, Output | None, None]:
+        """After an import. Alone it is an engine call of its own, and the engine's counters say what was evaluated
+        here; beside others it is a row of theirs, so that they do not wait for a second call."""
         self._prove_state()
+        if self.shared:
+            self._prompt_evaluated = 1
+            yield from self._evaluate_last()
+            return
         self._pool.reset_counters()
         logits = self.lane.evaluate(self._tokens[-1], len(self._tokens) - 1)
         counters = self._pool.counters()
         self._prompt_evaluated = counters.prompt_tokens + counters.single_tokens
         self._take_first(Output(logits, self.lane.mtp_logits()))
+        yield True
 
     def _prove_state(self) -> None:
         if self._proof:

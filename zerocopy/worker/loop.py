@@ -18,7 +18,7 @@ from native.memory import NativeError
 from native.ring import Ring, RingHandle
 from native.slab import Slab, SlabHandle
 from zerocopy.handoff.errors import HandoffError
-from zerocopy.runtime.base import EngineError, EngineFacts, Output, Pool, Row, Runtime
+from zerocopy.runtime.base import EngineError, Output, Pool, Row, Runtime
 from zerocopy.worker import protocol as p
 from zerocopy.worker.decode_job import DecodeJob
 from zerocopy.worker.prefill_job import PrefillJob
@@ -33,18 +33,17 @@ Job = PrefillJob | DecodeJob
 class _Station:
     """One pool and the jobs on its lanes, in order of arrival."""
 
-    def __init__(self, pool: Pool, facts: EngineFacts) -> None:
+    def __init__(self, pool: Pool, budget_tokens: int) -> None:
         self.pool = pool
         self.jobs: dict[int, Job] = {}
-        self._batch_invariant = facts.batch_invariant
-        self._scheduler = Scheduler(facts.chunk_tokens)
+        self._scheduler = Scheduler(budget_tokens)
 
     def add(self, job: Job) -> None:
-        """From now on none of those here is alone, unless the engine computes each as if it were."""
+        """From now on none of those here is alone."""
         self.jobs[job.job] = job
-        if len(self.jobs) > 1 and not self._batch_invariant:
+        if len(self.jobs) > 1:
             for each in self.jobs.values():
-                each.solo = False
+                each.shared = True
 
     def drop(self, job: Job) -> None:
         job.close()
@@ -73,7 +72,8 @@ class Worker:
     def __init__(self, sock: p.WorkerSocket, runtime: Runtime, roles: frozenset[str]) -> None:
         self._sock = sock
         self._runtime = runtime
-        self._stations = {role: _Station(runtime.open_pool(), runtime.facts) for role in sorted(roles)}
+        budget = runtime.facts.chunk_tokens
+        self._stations = {role: _Station(runtime.open_pool(), budget) for role in sorted(roles)}
         self._export_rings: list[Ring] = []
         self._export_slabs: list[Slab] = []
         self._landing_rings: list[Ring] = []

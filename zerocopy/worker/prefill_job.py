@@ -44,7 +44,7 @@ class PrefillJob:
         self.job = message.job
         self.lane = lane
         self.ring = ring
-        self.solo = True  # the loop's to say
+        self.shared = False  # the loop's to say: others were in the pool
         self.finished = False
         self._message = message
         self._facts = facts
@@ -62,6 +62,11 @@ class PrefillJob:
     def remaining(self) -> int:
         """Prompt tokens still to evaluate."""
         return len(self._history) - self._evaluated
+
+    @property
+    def solo(self) -> bool:
+        """Nothing but the prompt decided the last bit."""
+        return not self.shared or self._facts.batch_invariant
 
     def wanted(self) -> Row | None:
         """The next chunk, unless the job is over or the engine would overwrite what has not been exported."""
