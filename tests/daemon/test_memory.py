@@ -10,7 +10,8 @@ import pytest
 from native.memory import NativeError
 from native.ring import Ring, RingHandle
 from native.slab import Slab, SlabHandle
-from zerocopy.daemon.memory import SLABS, Lease, SharedMemory
+from zerocopy.daemon import memory as daemon_memory
+from zerocopy.daemon.memory import FEWEST_SLABS, Lease, SharedMemory
 from zerocopy.handoff.components import Component, ComponentSpec, StateSchema
 
 RING = 1 << 16
@@ -56,9 +57,9 @@ def test_nothing_can_be_lent_before_an_engine_is_up(memory: SharedMemory) -> Non
 
 def test_a_worker_is_told_of_every_ring_and_slab_and_gets_their_descriptors(memory: SharedMemory) -> None:
     attach, fds = memory.attach(HYBRID)
-    assert [len(specs) for specs in (attach.export_rings, attach.export_slabs)] == [2, SLABS]
-    assert [len(specs) for specs in (attach.landing_rings, attach.landing_slabs)] == [2, SLABS]
-    assert len(fds) == len(set(fds)) == 2 * (2 * 3 + SLABS)
+    assert [len(specs) for specs in (attach.export_rings, attach.export_slabs)] == [2, 2]
+    assert [len(specs) for specs in (attach.landing_rings, attach.landing_slabs)] == [2, 2]
+    assert len(fds) == len(set(fds)) == 2 * (2 * 3 + 2)
 
 
 def test_descriptors_are_in_the_order_in_which_a_worker_takes_them(memory: SharedMemory) -> None:
@@ -89,7 +90,7 @@ def test_a_side_that_no_role_needs_has_no_memory() -> None:
     shared = SharedMemory(export=True, landing=False, rings=2, ring_bytes=RING)
     attach, fds = shared.attach(HYBRID)
     assert (attach.landing_rings, attach.landing_slabs) == ((), ())
-    assert len(fds) == 2 * 3 + SLABS
+    assert len(fds) == 2 * 3 + 2
     assert shared.lend("landing", 1) is None
     assert shared.lend("export", 1) is not None
     shared.close()
@@ -121,14 +122,18 @@ def test_the_two_sides_are_lent_apart(memory: SharedMemory) -> None:
     assert len({id(ring) for ring in rings}) == 4
 
 
-def test_slabs_may_run_out_before_rings_do() -> None:
-    shared = SharedMemory(export=False, landing=True, rings=SLABS + 1, ring_bytes=RING)
-    shared.attach(HYBRID)
-    leases = [lend(shared, epoch=n + 1) for n in range(SLABS)]
-    assert shared.lend("landing", 9) is None
-    leases[0].end()
-    assert shared.lend("landing", 9) is not None
-    shared.close()
+def test_there_is_a_slab_for_every_ring_while_they_are_within_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """H5: handoffs of recurrent models run at once as others do. Large snapshots get the fewest that overlap."""
+    size = HYBRID.snapshot_bytes()
+    for budget, slabs in ((5 * size, 4), (3 * size, 3), (1, FEWEST_SLABS)):
+        monkeypatch.setattr(daemon_memory, "SLAB_BYTES", budget)
+        shared = SharedMemory(export=False, landing=True, rings=4, ring_bytes=RING)
+        shared.attach(HYBRID)
+        leases = [lend(shared, epoch=n + 1) for n in range(slabs)]
+        assert shared.lend("landing", 9) is None
+        leases[0].end()
+        assert shared.lend("landing", 9) is not None
+        shared.close()
 
 
 def test_what_is_lent_is_what_is_reserved(memory: SharedMemory) -> None:

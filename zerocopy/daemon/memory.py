@@ -19,8 +19,10 @@ from zerocopy.daemon.telemetry import log_event
 from zerocopy.handoff.components import StateSchema
 from zerocopy.worker import protocol as p
 
-# Engine work is serial per worker: one slab is read or written while the next one fills (architecture.md).
-SLABS: Final = 2
+# One slab a ring, so that as many handoffs of a recurrent model run at once, while a side's slabs stay within this;
+# but one is read or written by the engine while another fills, whatever a snapshot's size.
+SLAB_BYTES: Final = 1 << 30
+FEWEST_SLABS: Final = 2
 MAX_WAITING: Final = 256
 
 
@@ -53,7 +55,7 @@ class _Side:
     def __init__(self, label: str, worker_is: Side, rings: int, ring_bytes: int, slab_bytes: int) -> None:
         self._worker_is: Final = worker_is
         self.rings = [Ring.create(ring_bytes, f"zc-{label}-ring") for _ in range(rings)]
-        slabs = SLABS if rings and slab_bytes else 0
+        slabs = min(rings, max(FEWEST_SLABS, SLAB_BYTES // slab_bytes)) if slab_bytes else 0
         self.slabs = [Slab.create(slab_bytes, f"zc-{label}-slab") for _ in range(slabs)]
         self._free_rings = list(range(len(self.rings)))
         self._free_slabs = list(range(len(self.slabs)))

@@ -18,7 +18,7 @@ import msgspec
 
 # Of the time of an iteration's engine calls, while sequences generate: with one page more than that, which may be in
 # progress when the share ends, a gap stays well below twice what it is without copying.
-COPY_SHARE: Final = 0.5
+COPY_SHARE: Final = 0.25
 MIN_COPY_S: Final = 0.001  # so that copying goes on beside an engine that answers at once
 # While nobody waits for a token. A chunk's pages leave within it before the next chunk is evaluated.
 QUIET_COPY_S: Final = 0.05
