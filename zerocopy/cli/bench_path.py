@@ -256,16 +256,19 @@ def _overlap(plan: PathPlan, folder: Path, path_gbps: float, step: Callable[[str
         source, sink = _pair(hosts, folder / f"paced{SUFFIX}", descriptor, plan, plan.overlap_tokens)
         _hand_off(sink, WARM_UP_TOKENS)
         step("overlap")
+        (known,) = sink.status()["peers"][0]["paths"]
         _hand_off(sink, plan.overlap_tokens)
         there, here = (host.status()["recent_handoffs"][-1] for host in (source, sink))
         rtt_s = (sink.status()["peers"][0]["rtt_ms"] or 0.0) / 1e3
-    return tail_figures(there, here, path_gbps, rtt_s)
+    figures = tail_figures(there, here, path_gbps, rtt_s)
+    figures["tail"] |= {"bandwidth_gbps": round(path_gbps, 3), "host_estimate_gbps": round(known["gbps"], 3)}
+    return figures
 
 
 def tail_figures(there: Mapping[str, Any], here: Mapping[str, Any], path_gbps: float, rtt_s: float) -> dict[str, Any]:
     """From the prefiller's and the decoder's trace of one handoff, on one clock: how much KV was over when prefill
     ended, how long the rest took to the commit, and what remaining bytes / bandwidth + 2 RTT + import says of that.
-    Bandwidth is what handoffs between the two reached just before: what a host that keeps estimates would know."""
+    Bandwidth is what handoffs between the two reached just before, engine and checksums in the way: see decisions."""
     ended = there["marks"]["prefilled"]
     kv = [span for span in there["wire"] if span[3] in KV]
     over = sum(span[2] for span in kv if span[1] <= ended)

@@ -6,11 +6,9 @@ leaves the processor to the data plane, as a GPU would.
 
 Every byte of state is checkable. After t tokens the lane stands at a 64-bit prefix value P(t) of the tokens so far.
 State is cells of a KiB: a cell's first word is its stamp, P(t) under a salt of component, layer and place in the row;
-the rest is zero. An import looks at every stamp, and at every byte of final components and of one layer of a page in
-turn, so that it refuses a cell that is missing, misplaced or of another prompt, and finds out before long what damages
-pages (single flipped bits are the page checksum's to find). A GPU would copy state without the processor; this leaves
-it little more to do. Logits derive from everything that was imported. Bound: 8 bytes a token of `n_ctx`, 8 bytes a
-cell of a snapshot, two rows of logits.
+the rest is zero. An import reads every byte, as copying it into an engine would, and refuses a cell that is missing,
+misplaced, changed or of another prompt. Logits derive from everything that was imported. Bound: 8 bytes a token of
+`n_ctx`, 8 bytes a cell of a snapshot, two rows of logits.
 """
 
 from __future__ import annotations
@@ -401,11 +399,9 @@ class SyntheticLane:
         where = f"{spec.component.label} of tokens {tokens}"
         first: Words | None = None
         salts = self._salts[spec.component]
-        for number, (layer, cells) in enumerate(zip(salts, _cells(payload, len(salts)), strict=True)):
-            whole = not spec.per_token or (tokens[0] // (tokens[1] - tokens[0])) % len(salts) == number
-            sum_of_all = np.bitwise_xor.reduce(cells, axis=None) if whole else None
+        for layer, cells in zip(salts, _cells(payload, len(salts)), strict=True):
             stamps = cells[:, 0].copy()
-            if sum_of_all not in (None, np.bitwise_xor.reduce(stamps)):
+            if np.bitwise_xor.reduce(cells, axis=None) != np.bitwise_xor.reduce(stamps):
                 raise EngineError("page-content", f"{where}: a byte was changed on its way")
             values: Words = stamps.reshape(-1, len(layer)) ^ layer
             first = values[:, 0].copy() if first is None else first
