@@ -197,6 +197,14 @@ void quic_input(quic_endpoint *endpoint, int socket, const quic_address *from, s
   quic_link_read(link, socket, from, from_size, data, size, now);
 }
 
+void quic_refused(quic_endpoint *endpoint, const quic_address *from, socklen_t from_size, const uint8_t *quoted,
+                  size_t size, uint64_t now) {
+  for (size_t i = 0; i < endpoint->slots; i++) {
+    quic_link *link = endpoint->links[i];
+    if (link != NULL && quic_link_sent(link, from, from_size, quoted, size)) quic_link_refused(link, now);
+  }
+}
+
 /* -- the loop -- */
 
 uint64_t quic_step(quic_endpoint *endpoint, uint64_t now) {
@@ -247,6 +255,7 @@ void quic_run(quic_endpoint *endpoint) {
     uint64_t next = quic_step(endpoint, quic_now());
     bool woken = wait_for(endpoint, fds, next);
     for (size_t i = 0; i < endpoint->socket_count; i++) {
+      if (fds[i].revents & POLLERR) quic_receive_errors(endpoint, (int)i, quic_now());
       if (fds[i].revents & (POLLIN | POLLERR)) quic_receive(endpoint, (int)i, quic_now());
     }
     if (!woken) continue;
@@ -350,15 +359,16 @@ void quic_cancel_page(quic_endpoint *endpoint, uint64_t id, uint64_t number) {
     quic_page_settle(link, &link->sending, page, QUIC_CANCELLED);
     return;
   }
-  if (page != NULL) { /* no more of it is written; the reset tells the peer, its answer settles the page */
-    quic_page_remove(&link->sending, page);
-    quic_page_append(&link->unacked, page);
+  if (page != NULL) {
+    /* Its end comes early, in the stream: a reset could overtake the beginning, and then the peer's engine forgets
+     * the stream without a word, so that neither its answer nor the turn of the pages behind it would ever come. */
+    uint64_t begun = page->sent > page->preamble_size ? page->sent - page->preamble_size : 0;
+    page->payload_size = begun;
+    page->blocked = false;
   } else {
     page = find_page(&link->unacked, number);
   }
-  if (page == NULL) return;
-  page->stopped = page->cancelled = true;
-  quic_refuse_stream(link->conn, page->stream, QUIC_CODE_CANCELLED);
+  if (page != NULL) page->cancelled = true;
 }
 
 void quic_close(quic_endpoint *endpoint, uint64_t id, const char *reason, uint64_t flush_ns) {

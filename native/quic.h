@@ -2,10 +2,10 @@
  *
  * Streams of a link, all bidirectional: the client's first carries control bytes both ways. Each page has a stream of
  * its own: u16 header size | u64 payload size | header | payload, little endian, then FIN; the receiver answers with an
- * empty FIN once the page has landed, or resets the stream. (Unidirectional streams would do without the answer, but
- * ngtcp2 0.12 never closes those that the peer opened.) A page's number is its stream's ordinal, so pages are claimed
- * in the order in which their sender opened the streams; bytes of a page that came before its turn are held, never
- * credited to the sender, and so bounded by `window`.
+ * empty FIN once the page has landed, or resets the stream. A payload that ends early was given up by its sender.
+ * (Unidirectional streams would do without the answer, but ngtcp2 0.12 never closes those that the peer opened.) A
+ * page's number is its stream's ordinal, so pages are claimed in the order in which their sender opened the streams;
+ * bytes of a page that came before its turn are held, never credited to the sender, and so bounded by `window`.
  *
  * Sending reads the payload in place until the peer acknowledged it. Receiving writes each byte once into the landing
  * that `claim` gave, out of the decrypted packet.
@@ -39,6 +39,7 @@
 #define QUIC_CLOSED_UNTRUSTED 5  /* `verify` refused the peer's certificate, or it gave none */
 #define QUIC_CLOSED_PROTOCOL 6   /* the peer broke a rule; `reason` says which */
 #define QUIC_CLOSED_FORGOTTEN 7  /* the peer, restarted, does not know this link (stateless reset) */
+#define QUIC_CLOSED_GONE 8       /* its host says that nothing listens there (ICMP); Linux only */
 
 /* What became of a page to send. The payload is not read again. */
 #define QUIC_SENT 0       /* it has landed */

@@ -20,7 +20,6 @@
 #define QUIC_MAX_DATAGRAM 9216
 #define QUIC_CODE_CLOSED 0      /* application error codes on the wire; the reason is in words beside it */
 #define QUIC_CODE_DROPPED 1
-#define QUIC_CODE_CANCELLED 2
 #define QUIC_NEVER UINT64_MAX
 
 typedef union {
@@ -64,6 +63,7 @@ typedef struct quic_page_out {
   uint64_t payload_size, sent; /* `sent` counts the preamble too */
   size_t preamble_size;
   bool blocked, cancelled, stopped;
+  bool whole; /* all that will be sent of it was; it is in `unacked` */
   uint8_t preamble[QUIC_PREAMBLE + QUIC_MAX_HEADER];
 } quic_page_out;
 
@@ -102,6 +102,7 @@ typedef struct quic_link {
   const char *fault; /* the rule that the peer broke */
   char reason[QUIC_MAX_REASON + 1];
   uint64_t deadline; /* of flushing, then of the closing period */
+  uint64_t refused_at; /* first report that nobody listens there since the peer was last heard; 0: none */
   ngtcp2_cid cids[QUIC_MAX_CIDS];
   size_t cid_count;
   int64_t control_stream;
@@ -143,6 +144,9 @@ uint64_t quic_now(void);
 /* One datagram off the wire. */
 void quic_input(quic_endpoint *endpoint, int socket, const quic_address *from, socklen_t from_size,
                 const uint8_t *data, size_t size, uint64_t now);
+/* A host at `from` reports that nobody takes datagrams there; `quoted` is the beginning of one. */
+void quic_refused(quic_endpoint *endpoint, const quic_address *from, socklen_t from_size, const uint8_t *quoted,
+                  size_t size, uint64_t now);
 /* Timers and packets to send; returns when it wants to be called again. */
 uint64_t quic_step(quic_endpoint *endpoint, uint64_t now);
 
@@ -153,6 +157,10 @@ void quic_link_free(quic_link *link);
 void quic_link_read(quic_link *link, int socket, const quic_address *from, socklen_t from_size, const uint8_t *data,
                     size_t size, uint64_t now);
 void quic_link_write(quic_link *link, uint64_t now);
+/* Whether `quoted` is the beginning of a datagram that this link sent to where its peer is. */
+bool quic_link_sent(const quic_link *link, const quic_address *to, socklen_t to_size, const uint8_t *quoted,
+                    size_t size);
+void quic_link_refused(quic_link *link, uint64_t now);
 uint64_t quic_link_expiry(const quic_link *link);
 void quic_link_expire(quic_link *link, uint64_t now);
 /* The peer broke the rule in `fault`, or `error` is what ngtcp2 returned. */
@@ -173,6 +181,8 @@ int quic_on_stop_sending(ngtcp2_conn *conn, int64_t stream, uint64_t code, void 
 int quic_on_unblocked(ngtcp2_conn *conn, int64_t stream, uint64_t max_data, void *user, void *stream_user);
 void quic_page_append(quic_pages_out *list, quic_page_out *page);
 void quic_page_remove(quic_pages_out *list, quic_page_out *page);
+/* From `sending` to `unacked`. */
+void quic_page_whole(quic_link *link, quic_page_out *page);
 void quic_page_settle(quic_link *link, quic_pages_out *list, quic_page_out *page, int outcome);
 /* Claim every page whose turn has come, in the sender's order. 0, or NGTCP2_ERR_CALLBACK_FAILURE. */
 int quic_pages_claim(quic_link *link);
@@ -187,6 +197,8 @@ void quic_receive_free(struct quic_receive *receive);
 bool quic_socket_prepare(quic_socket *s);
 /* Read what waits on a socket, a bounded number of datagrams. */
 void quic_receive(quic_endpoint *endpoint, int socket, uint64_t now);
+/* Read what the network reported about datagrams sent. */
+void quic_receive_errors(quic_endpoint *endpoint, int socket, uint64_t now);
 /* The packet of `size` bytes at data + used belongs to the batch; may send. False when the socket is full. */
 bool quic_batch_add(quic_endpoint *endpoint, const quic_link *link, const ngtcp2_path *path, size_t size);
 bool quic_batch_flush(quic_endpoint *endpoint);

@@ -11,6 +11,8 @@
 /* How long a goodbye is repeated to a peer that did not hear it (RFC 9000, 10.2). */
 #define CLOSING_PTOS 3
 #define CACHE_LINE 64
+/* A client that changed its address is refused at the old one until it is heard from the new one. */
+#define REFUSED_NS 500000000ull
 
 static void fill_random(uint8_t *dest, size_t size, const ngtcp2_rand_ctx *context) {
   (void)context;
@@ -281,7 +283,27 @@ void quic_link_read(quic_link *link, int socket, const quic_address *from, sockl
     quic_link_fail(link, error, now);
     return;
   }
+  link->refused_at = 0;
   quic_pages_refuse(link);
+}
+
+/* Only who saw the datagram knows the connection id in it, so nobody else can end a link with such a report. */
+bool quic_link_sent(const quic_link *link, const quic_address *to, socklen_t to_size, const uint8_t *quoted,
+                    size_t size) {
+  if (link->state == QUIC_LINK_CLOSED || size == 0) return false;
+  const ngtcp2_addr *peer = &ngtcp2_conn_get_path(link->conn)->remote;
+  const ngtcp2_cid *cid = ngtcp2_conn_get_dcid(link->conn);
+  size_t at = (quoted[0] & 0x80) == 0 ? 1 : 6; /* RFC 9000, 17.2 and 17.3 */
+  return peer->addrlen == to_size && memcmp(peer->addr, to, to_size) == 0 && cid->datalen > 0 &&
+         size >= at + cid->datalen && memcmp(quoted + at, cid->data, cid->datalen) == 0;
+}
+
+void quic_link_refused(quic_link *link, uint64_t now) {
+  if (link->refused_at == 0) {
+    link->refused_at = now;
+  } else if (now - link->refused_at >= REFUSED_NS) {
+    quic_link_end(link, QUIC_CLOSED_GONE, now);
+  }
 }
 
 /* -- writing -- */
@@ -384,10 +406,7 @@ static void account(quic_link *link, const next_data *next, ngtcp2_ssize size) {
     return;
   }
   next->page->sent += (uint64_t)size;
-  if (next->page->sent == next->page->preamble_size + next->page->payload_size) {
-    quic_page_remove(&link->sending, next->page);
-    quic_page_append(&link->unacked, next->page);
-  }
+  if (next->page->sent == next->page->preamble_size + next->page->payload_size) quic_page_whole(link, next->page);
 }
 
 /* True if another stream may be tried for the same packet. */
@@ -407,8 +426,7 @@ static bool tolerable(quic_link *link, const next_data *next, ngtcp2_ssize error
   }
   if ((error == NGTCP2_ERR_STREAM_SHUT_WR || error == NGTCP2_ERR_STREAM_NOT_FOUND) && next->page != NULL) {
     next->page->stopped = true; /* its close is on the way */
-    quic_page_remove(&link->sending, next->page);
-    quic_page_append(&link->unacked, next->page);
+    quic_page_whole(link, next->page);
     return true;
   }
   return false;

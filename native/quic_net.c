@@ -4,6 +4,9 @@
 #include <errno.h>
 #include <netinet/in.h>
 #include <netinet/udp.h>
+#ifdef __linux__
+#include <linux/errqueue.h>
+#endif
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -23,6 +26,7 @@
 #define SOCKET_BUFFER (8 << 20)
 #define MESSAGES 8   /* datagrams, or runs of them, in one recvmmsg */
 #define READ_ROUNDS 4 /* then timers and sending get their turn */
+#define ERRORS 64     /* reports read at a time */
 
 /* -- preparing -- */
 
@@ -40,6 +44,8 @@ bool quic_socket_prepare(quic_socket *s) {
   } else {
     setsockopt(s->fd, IPPROTO_IP, IP_MTU_DISCOVER, &probe, sizeof probe);
   }
+  setsockopt(s->fd, IPPROTO_IP, IP_RECVERR, &on, sizeof on); /* for IPv4 inside an IPv6 socket, too */
+  if (s->local.any.sa_family == AF_INET6) setsockopt(s->fd, IPPROTO_IPV6, IPV6_RECVERR, &on, sizeof on);
   s->gro = setsockopt(s->fd, IPPROTO_UDP, UDP_GRO, &on, sizeof on) == 0;
   int none = 0;
   s->gso = setsockopt(s->fd, IPPROTO_UDP, UDP_SEGMENT, &none, sizeof none) == 0;
@@ -132,7 +138,40 @@ void quic_receive(quic_endpoint *endpoint, int socket, uint64_t now) {
   }
 }
 
+#ifdef __linux__
+/* True if the report is that its target's host has no such socket. */
+static bool nobody_there(struct msghdr *header) {
+  for (struct cmsghdr *c = CMSG_FIRSTHDR(header); c != NULL; c = CMSG_NXTHDR(header, c)) {
+    if ((c->cmsg_level == IPPROTO_IP && c->cmsg_type == IP_RECVERR) ||
+        (c->cmsg_level == IPPROTO_IPV6 && c->cmsg_type == IPV6_RECVERR)) {
+      struct sock_extended_err report;
+      memcpy(&report, CMSG_DATA(c), sizeof report);
+      return report.ee_errno == ECONNREFUSED && report.ee_origin != SO_EE_ORIGIN_LOCAL;
+    }
+  }
+  return false;
+}
+
+void quic_receive_errors(quic_endpoint *endpoint, int socket, uint64_t now) {
+  for (int i = 0; i < ERRORS; i++) {
+    uint8_t quoted[64], room[512];
+    quic_address to;
+    struct iovec vector = {quoted, sizeof quoted};
+    struct msghdr header = {.msg_name = &to, .msg_namelen = sizeof to, .msg_iov = &vector, .msg_iovlen = 1,
+                            .msg_control = room, .msg_controllen = sizeof room};
+    ssize_t size = recvmsg(endpoint->sockets[socket].fd, &header, MSG_ERRQUEUE | MSG_DONTWAIT);
+    if (size < 0) return;
+    if (nobody_there(&header)) quic_refused(endpoint, &to, header.msg_namelen, quoted, (size_t)size, now);
+  }
+}
+#else
+void quic_receive_errors(quic_endpoint *endpoint, int socket, uint64_t now) { (void)endpoint, (void)socket, (void)now; }
+#endif
+
 /* -- sending -- */
+
+/* What an earlier datagram met, perhaps on its way to somebody else, is reported once, in place of sending. */
+static bool of_another(ssize_t result, int *left) { return result < 0 && errno == ECONNREFUSED && (*left)-- > 0; }
 
 static bool socket_full(void) { return errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS; }
 
@@ -140,7 +179,10 @@ static bool socket_full(void) { return errno == EAGAIN || errno == EWOULDBLOCK |
 void quic_send_one(quic_endpoint *endpoint, int socket, const quic_address *to, socklen_t to_size,
                    const uint8_t *data, size_t size) {
   endpoint->counts.datagrams_sent++;
-  sendto(endpoint->sockets[socket].fd, data, size, MSG_DONTWAIT, &to->any, to_size);
+  int tries = 1;
+  ssize_t sent;
+  do sent = sendto(endpoint->sockets[socket].fd, data, size, MSG_DONTWAIT, &to->any, to_size);
+  while (of_another(sent, &tries));
 }
 
 #ifdef __linux__
@@ -161,7 +203,11 @@ static ssize_t send_segments(const quic_batch *batch, int fd) {
   c->cmsg_type = UDP_SEGMENT;
   c->cmsg_len = CMSG_LEN(sizeof segment);
   memcpy(CMSG_DATA(c), &segment, sizeof segment);
-  return sendmsg(fd, &header, MSG_DONTWAIT);
+  int tries = 1;
+  ssize_t sent;
+  do sent = sendmsg(fd, &header, MSG_DONTWAIT);
+  while (of_another(sent, &tries));
+  return sent;
 }
 
 /* Returns how many datagrams left, -1 if none could. */
@@ -176,7 +222,10 @@ static int send_apart(const quic_batch *batch, int fd) {
     messages[i].msg_hdr.msg_iov = &vectors[i];
     messages[i].msg_hdr.msg_iovlen = 1;
   }
-  return sendmmsg(fd, messages, (unsigned)batch->count, MSG_DONTWAIT);
+  int tries = 1, sent;
+  do sent = sendmmsg(fd, messages, (unsigned)batch->count, MSG_DONTWAIT);
+  while (of_another(sent, &tries));
+  return sent;
 }
 #else
 static int send_apart(const quic_batch *batch, int fd) {

@@ -49,8 +49,10 @@ void quic_page_settle(quic_link *link, quic_pages_out *list, quic_page_out *page
   free(page);
 }
 
-static bool sent_whole(const quic_page_out *page) {
-  return page->stopped || page->sent == page->preamble_size + page->payload_size;
+void quic_page_whole(quic_link *link, quic_page_out *page) {
+  quic_page_remove(&link->sending, page);
+  quic_page_append(&link->unacked, page);
+  page->whole = true;
 }
 
 int quic_on_acked(ngtcp2_conn *conn, int64_t stream, uint64_t offset, uint64_t size, void *user, void *stream_user) {
@@ -77,12 +79,8 @@ int quic_on_stop_sending(ngtcp2_conn *conn, int64_t stream, uint64_t code, void 
   quic_page_out *page = stream_user;
   (void)code;
   if (!is_page(stream)) return broken(link, "control-ended");
-  /* Of a page on its way in this is part of its cancellation, whose reset says the rest. */
   if (page == NULL || page->stopped || !ngtcp2_conn_is_local_stream(conn, stream)) return 0;
-  if (!sent_whole(page)) {
-    quic_page_remove(&link->sending, page);
-    quic_page_append(&link->unacked, page);
-  }
+  if (!page->whole) quic_page_whole(link, page);
   page->stopped = true;
   return 0;
 }
@@ -145,8 +143,7 @@ static void give_up(quic_link *link, quic_page_in *page) {
 
 static int land(quic_link *link, quic_page_in *page) {
   quic_events *events = &link->endpoint->events;
-  if (!page->finished) return 0;
-  if (page->got != page->payload_size) return broken(link, BROKEN_SIZE);
+  if (!page->finished || page->got != page->payload_size) return 0;
   page->state = QUIC_PAGE_DONE;
   page->answer = true;
   link->answers++;
@@ -235,15 +232,20 @@ static ptrdiff_t take_preamble(quic_link *link, quic_page_in *page, const uint8_
 }
 
 static int page_data(quic_link *link, quic_page_in *page, const uint8_t *data, size_t size, bool finished) {
+  bool news = page->state == QUIC_PAGE_PREAMBLE;
   if (page->state == QUIC_PAGE_PREAMBLE) {
     ptrdiff_t taken = take_preamble(link, page, data, size);
     if (taken < 0 || (finished && page->state == QUIC_PAGE_PREAMBLE)) return broken(link, BROKEN_SIZE);
     data += taken;
     size -= (size_t)taken;
-    int failed = quic_pages_claim(link);
-    if (failed != 0) return failed;
   }
   page->finished = finished;
+  if (finished && page->state != QUIC_PAGE_GONE && size < page->payload_size - page->got) { /* its sender gave it up */
+    give_up(link, page);
+    news = true;
+  }
+  int failed = news ? quic_pages_claim(link) : 0;
+  if (failed != 0) return failed;
   if (page->state == QUIC_PAGE_GONE) {
     credit(link, page, size);
     return 0;
@@ -298,7 +300,7 @@ int quic_on_stream_close(ngtcp2_conn *conn, uint32_t flags, int64_t stream, uint
   if (stream_user == NULL) return 0;
   if (ngtcp2_conn_is_local_stream(conn, stream)) {
     quic_page_out *page = stream_user;
-    quic_pages_out *list = sent_whole(page) ? &link->unacked : &link->sending;
+    quic_pages_out *list = page->whole ? &link->unacked : &link->sending;
     quic_page_settle(link, list, page,
                      page->cancelled ? QUIC_CANCELLED : page->stopped ? QUIC_DROPPED : QUIC_SENT);
     return 0;

@@ -245,6 +245,10 @@ class QuicLink:
             return LinkError("peer-unresponsive", silent)
         if why == lib.QUIC_CLOSED_FORGOTTEN:
             return LinkError("connection-lost", f"{self.peer} has restarted and does not know this link any more")
+        if why == lib.QUIC_CLOSED_GONE and self._greeted:
+            return LinkError("connection-lost", f"{self.peer} has ended: nothing listens at its address any more")
+        if why == lib.QUIC_CLOSED_GONE:
+            return LinkError("unreachable", f"{self.peer} does not listen there: is its daemon running?")
         if why == lib.QUIC_CLOSED_NO_ANSWER:
             return LinkError("unreachable", f"{self.peer} did not answer: is its daemon running, and UDP let through?")
         if why == lib.QUIC_CLOSED_HERE:

@@ -1,7 +1,12 @@
-"""Tiny models once per session, one pair of hosts that all share, a cache of file digests that is not the user's."""
+"""Tiny models once per session, one pair of hosts that all share, a cache of file digests that is not the user's.
+
+What depends on `transport` runs over TCP, and what is marked `both_transports` over QUIC too: every kind of test is,
+where it is cheap. `ZC_TEST_TRANSPORTS=quic` in the environment runs all of them over QUIC.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +15,34 @@ from typing import Any
 import pytest
 
 from tests.e2e.pair import Pair, make_pair
+from transport.quic_choice import built
 from zerocopy.cli.hosts import Hosts
 from zerocopy.runtime import models
 
 ModelFile = Callable[..., Path]
 StartPair = Callable[..., Any]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "both_transports: runs over QUIC too")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    chosen = any("transport" in str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize"))
+    if chosen or "transport" not in metafunc.fixturenames:
+        return
+    wanted = os.environ.get("ZC_TEST_TRANSPORTS", "tcp").split(",")
+    if metafunc.definition.get_closest_marker("both_transports"):
+        wanted = ["tcp", "quic"]
+    metafunc.parametrize("transport", wanted, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def transport(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    if name == "quic" and not built():
+        pytest.skip("ngtcp2 is not installed")
+    return name
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,7 +79,7 @@ def start_pair(model_file: ModelFile, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="session")
-def pair(start_pair: StartPair) -> Iterator[Pair]:
+def pair(start_pair: StartPair, transport: str) -> Iterator[Pair]:
     """Two hosts with the model that has every component; nobody kills or plans anything here."""
-    with start_pair() as ready:
+    with start_pair(transport=transport) as ready:
         yield ready

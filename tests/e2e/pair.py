@@ -39,6 +39,7 @@ class Pair:
     prefiller: Host
     decoder: Host
     plan: Path
+    transport: str
 
     def start(self) -> None:
         self.prefiller.start()
@@ -66,15 +67,18 @@ def make_pair(
     prefill_flags: Iterable[str] = (),
     decode_flags: Iterable[str] = (),
     planted: Sequence[str] = (),
+    transport: str = "tcp",
+    engine: Iterable[str] = ENGINE,
 ) -> Pair:
     """Not started yet. `planted` are the words of `tests.e2e.host` that make the prefiller a test build."""
     plan = folder / "plan.json"
     plan.write_text("{}")
-    common = ["--model", str(model), *ENGINE]
+    common = ["--model", str(model), *engine]
     command = (sys.executable, "-m", "tests.e2e.host", str(plan), *planted) if planted else None
     prefiller = hosts.add("prefiller", ["--role", prefill_role, *common, *prefill_flags], command=command)
-    decoder = hosts.add("decoder", ["--role", decode_role, *common, *decode_flags], peers=[prefiller])
-    return Pair(prefiller, decoder, plan)
+    flags = ["--role", decode_role, *common, *decode_flags]
+    decoder = hosts.add("decoder", flags, peers=[prefiller], transport=transport)
+    return Pair(prefiller, decoder, plan, transport)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -136,6 +140,7 @@ def assert_still_exact(pair: Pair, length: int = 100) -> None:
     key = new_key()
     local, moved = (ask(pair.decoder, prompt_of(length), mode, key=key) for mode in ("local", "disaggregated"))
     assert_disaggregated(moved)
+    assert moved.body["timings"]["handoff"]["transport"] == pair.transport
     assert proof_of(local) == proof_of(moved)
     assert_nothing_held(pair.prefiller, pair.decoder)
 

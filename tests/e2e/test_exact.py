@@ -25,6 +25,7 @@ from tests.e2e.pair import (
     proof_of,
     text_of,
 )
+from transport.quic_choice import built
 from zerocopy.cli.hosts import Host, smollm2
 from zerocopy.runtime import models
 
@@ -44,10 +45,18 @@ STATE: Final = {
 LENGTHS: Final = (2, 3, PAGE, PAGE + 1, PAGE + 2, CHUNK + 1, 4 * CHUNK + 7)
 
 
-@pytest.fixture(scope="module", params=models.FAMILIES)
+EVERYTHING: Final = "nemotron_h_moe+mtp"  # has every component there is: alone over QUIC, where pages are just bytes
+
+
+@pytest.fixture(
+    scope="module", params=[*((family, "tcp") for family in models.FAMILIES), (EVERYTHING, "quic")], ids="-".join
+)
 def family_pair(request: pytest.FixtureRequest, start_pair: StartPair) -> Iterator[tuple[str, Pair]]:
-    with start_pair(request.param) as pair:
-        yield request.param, pair
+    family, transport = request.param
+    if transport == "quic" and not built():
+        pytest.skip("ngtcp2 is not installed")
+    with start_pair(family, transport=transport) as pair:
+        yield family, pair
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -60,6 +69,7 @@ def test_a_disaggregated_run_equals_a_local_one_bit_for_bit(family_pair: tuple[s
     assert text_of(local) == text_of(moved)
     assert proof_of(local)["state"].keys() == STATE[family]
     assert (proof_of(local)["mtp_logits"] is not None) == ("MTP KV" in STATE[family])
+    assert moved.body["timings"]["handoff"]["transport"] == pair.transport
     _check_handoff(family, moved, length)
 
 

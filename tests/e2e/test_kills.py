@@ -47,9 +47,9 @@ DENY_AND_ALLOW: Final = pytest.mark.parametrize("fallback", ["deny", "allow"])
 
 
 @pytest.fixture(scope="module")
-def slow(start_pair: StartPair) -> Iterator[Pair]:
+def slow(start_pair: StartPair, transport: str) -> Iterator[Pair]:
     """Its prefiller takes its time. Tests restart what they kill."""
-    with start_pair(planted=["careful"], decode_flags=["--transfer-s", str(TRANSFER_S)]) as pair:
+    with start_pair(planted=["careful"], transport=transport, decode_flags=["--transfer-s", str(TRANSFER_S)]) as pair:
         yield pair
 
 
@@ -114,6 +114,7 @@ def _alive(pid: int) -> bool:
 # -- SIGKILL ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.both_transports
 @DENY_AND_ALLOW
 def test_the_prefill_daemon_is_killed(slow: Pair, fallback: str) -> None:
     key, worker = new_key(), _worker_pid(slow.prefiller)
@@ -129,6 +130,7 @@ def test_the_prefill_daemon_is_killed(slow: Pair, fallback: str) -> None:
     assert_still_exact(slow)
 
 
+@pytest.mark.both_transports
 @DENY_AND_ALLOW
 def test_the_prefill_worker_is_killed(slow: Pair, fallback: str) -> None:
     key = new_key()
@@ -140,6 +142,7 @@ def test_the_prefill_worker_is_killed(slow: Pair, fallback: str) -> None:
     assert_still_exact(slow)
 
 
+@pytest.mark.both_transports
 def test_the_decode_worker_is_killed_in_mid_transfer(slow: Pair) -> None:
     """The lane that a local answer needs died too: the prompt is handed over again, to the next worker."""
     _check_handed_over_again(slow, signal.SIGKILL)
@@ -210,6 +213,7 @@ def test_a_daemon_says_that_it_cannot_serve_while_its_worker_is_down(slow: Pair)
     assert_still_exact(slow)
 
 
+@pytest.mark.both_transports
 def test_the_decode_daemon_is_killed(slow: Pair) -> None:
     worker = _worker_pid(slow.decoder)
     with _in_transfer(slow) as answer:
@@ -228,6 +232,7 @@ def test_the_decode_daemon_is_killed(slow: Pair) -> None:
     assert_still_exact(slow)
 
 
+@pytest.mark.both_transports
 def test_the_decode_daemon_is_killed_while_the_source_waits_for_its_word(slow: Pair) -> None:
     """All is sent, so nothing that the prefiller does next would show it that the link is gone."""
     worker = _worker_pid(slow.decoder)
@@ -269,6 +274,7 @@ def _aborted(pair: Pair) -> bool:
     return bool(traces) and traces[-1]["reason"] == "transfer-deadline"
 
 
+@pytest.mark.both_transports
 def test_the_decode_daemon_is_killed_behind_a_front_door(slow: Pair) -> None:
     """The client asked the prefill host: it hears what happened."""
     with _in_transfer(slow, by=slow.prefiller) as answer:
@@ -383,6 +389,7 @@ def _check_starts_again(pair: Pair, host: Host) -> None:
 # -- the client leaves -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.both_transports
 @pytest.mark.parametrize("which", ["decoder", "prefiller"])
 def test_the_client_leaves_in_mid_transfer(slow: Pair, which: str) -> None:
     slow.scheme(pace_s=SLOW_PACE_S)

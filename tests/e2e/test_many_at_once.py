@@ -34,25 +34,25 @@ ONE: Final = ("--sequences", "1")
 
 
 @pytest.fixture(scope="module")
-def pair(start_pair: StartPair) -> Iterator[Pair]:
-    with start_pair(prefill_flags=ONE, decode_flags=ONE) as pair:
+def pair(start_pair: StartPair, transport: str) -> Iterator[Pair]:
+    with start_pair(transport=transport, prefill_flags=ONE, decode_flags=ONE) as pair:
         yield pair
 
 
 @pytest.fixture(scope="module")
-def both_roles(start_pair: StartPair) -> Iterator[Pair]:
+def both_roles(start_pair: StartPair, transport: str) -> Iterator[Pair]:
     """Two hosts that prefill for each other."""
     roles = {"prefill_role": "prefill+decode", "decode_role": "prefill+decode"}
-    with start_pair(**roles, prefill_flags=ONE, decode_flags=ONE) as pair:
+    with start_pair(**roles, transport=transport, prefill_flags=ONE, decode_flags=ONE) as pair:
         yield pair
 
 
 @pytest.fixture(scope="module")
-def narrow(start_pair: StartPair, model_file: ModelFile) -> Iterator[Pair]:
+def narrow(start_pair: StartPair, model_file: ModelFile, transport: str) -> Iterator[Pair]:
     """One ring on each side, far smaller than one long prompt's state."""
     one = ["--rings", "1", *ONE]
     wide = model_file("llama", scale=4)
-    with start_pair(model=wide, prefill_flags=one, decode_flags=one) as pair:
+    with start_pair(model=wide, transport=transport, prefill_flags=one, decode_flags=one) as pair:
         yield pair
 
 
@@ -95,6 +95,7 @@ def test_two_hosts_that_prefill_for_each_other_do_not_wait_for_each_other(both_r
     assert_nothing_held(both_roles.prefiller, both_roles.decoder)
 
 
+@pytest.mark.both_transports
 def test_four_long_prompts_pass_through_one_small_ring(narrow: Pair) -> None:
     """Field report: deadlock of buffers. The state is several times the ring, and there is one ring."""
     key = new_key()

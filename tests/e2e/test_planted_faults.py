@@ -49,20 +49,21 @@ EARLY: Final = ("zero", "exchange", "foreign-early")
 
 
 @pytest.fixture(scope="module", params=["careful", "credulous"])
-def planted(request: pytest.FixtureRequest, start_pair: StartPair) -> Iterator[Pair]:
-    with start_pair(planted=[request.param]) as pair:
+def planted(request: pytest.FixtureRequest, start_pair: StartPair, transport: str) -> Iterator[Pair]:
+    with start_pair(planted=[request.param], transport=transport) as pair:
         pair.scheme()
         assert_disaggregated(ask(pair.decoder, prompt_of(LENGTH, seed=1), "disaggregated"))  # the "other request"
         yield pair
 
 
 @pytest.fixture(scope="module")
-def trusting(start_pair: StartPair) -> Iterator[Pair]:
+def trusting(start_pair: StartPair, transport: str) -> Iterator[Pair]:
     """Its decoder asks for no probe."""
-    with start_pair(planted=["careful"], decode_flags=["--no-probe"]) as pair:
+    with start_pair(planted=["careful"], transport=transport, decode_flags=["--no-probe"]) as pair:
         yield pair
 
 
+@pytest.mark.both_transports
 @pytest.mark.parametrize("component", COMPONENTS)
 @pytest.mark.parametrize("fault", REASONS)
 def test_the_ledger_refuses_it_and_names_the_component(planted: Pair, fault: str, component: str) -> None:
@@ -95,6 +96,7 @@ def test_wrong_numbers_under_a_right_checksum_are_refused(planted: Pair, fault: 
     _check_fallback(planted, {reason})
 
 
+@pytest.mark.both_transports
 def test_after_all_that_the_pair_is_still_exact(planted: Pair) -> None:
     planted.scheme()
     assert_still_exact(planted)
@@ -137,9 +139,9 @@ def test_across_exactness_classes_a_right_state_is_accepted(across: Pair) -> Non
 
 
 @pytest.fixture(scope="module")
-def across(start_pair: StartPair) -> Iterator[Pair]:
+def across(start_pair: StartPair, transport: str) -> Iterator[Pair]:
     """The prefiller evaluates in other chunks, so the last bits may differ."""
-    with start_pair(planted=["careful"], prefill_flags=["--chunk-tokens", "32"]) as pair:
+    with start_pair(planted=["careful"], transport=transport, prefill_flags=["--chunk-tokens", "32"]) as pair:
         yield pair
 
 

@@ -57,7 +57,9 @@ ODD: Final = {
 
 
 @pytest.fixture(scope="module")
-def crowd(tmp_path_factory: pytest.TempPathFactory, model_file: ModelFile) -> Iterator[tuple[Host, dict[str, Host]]]:
+def crowd(
+    tmp_path_factory: pytest.TempPathFactory, model_file: ModelFile, transport: str
+) -> Iterator[tuple[Host, dict[str, Host]]]:
     """One decoder and a prefiller of every kind that does not fit it."""
     folder = tmp_path_factory.mktemp("crowd")
     with Hosts(folder) as hosts:
@@ -69,7 +71,7 @@ def crowd(tmp_path_factory: pytest.TempPathFactory, model_file: ModelFile) -> It
             command = (sys.executable, "-m", "tests.e2e.host", str(plan))
             prefillers[name] = hosts.add(name, [*flags, *odd.flags], command=command)
         flags = ["--role", "decode", "--model", str(model_file("nemotron_h_moe+mtp")), *ENGINE]
-        decoder = hosts.add("decoder", flags, peers=prefillers.values())
+        decoder = hosts.add("decoder", flags, peers=prefillers.values(), transport=transport)
         for host in (*prefillers.values(), decoder):
             host.start()
         for host in prefillers.values():
@@ -107,10 +109,10 @@ def test_no_odd_prefiller_was_asked_for_anything(crowd: tuple[Host, dict[str, Ho
 
 
 @pytest.fixture(scope="module", params=["prefiller", "decoder"])
-def changed(request: pytest.FixtureRequest, start_pair: StartPair) -> Iterator[Pair]:
+def changed(request: pytest.FixtureRequest, start_pair: StartPair, transport: str) -> Iterator[Pair]:
     """The prefiller says something else in RESERVE than in HELLO. `param` is who refuses."""
     words = ["odd"] if request.param == "prefiller" else ["odd", "unmatched"]
-    with start_pair(planted=words) as pair:
+    with start_pair(planted=words, transport=transport) as pair:
         yield pair
 
 
@@ -125,6 +127,7 @@ IDENTITY: Final = {
 }
 
 
+@pytest.mark.both_transports
 @pytest.mark.parametrize("field", IDENTITY)
 def test_another_identity_in_reserve_is_refused_before_any_page(changed: Pair, field: str) -> None:
     name, value = IDENTITY[field]
@@ -156,6 +159,7 @@ def test_a_component_that_reserve_does_not_announce_is_refused(changed: Pair) ->
     assert "prefiller does not offer" in message and Component.ATTENTION_KV.label in message
 
 
+@pytest.mark.both_transports
 def test_a_prefiller_that_changes_back_is_used_again(changed: Pair) -> None:
     changed.scheme()
     assert_still_exact(changed)

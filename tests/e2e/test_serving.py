@@ -38,8 +38,9 @@ MORE = ("--sequences", "4", "--kv-tokens", "4096", "--rings", "4")
 
 
 @pytest.fixture(scope="module")
-def busy_pair(start_pair: StartPair) -> Iterator[Pair]:
-    with start_pair(prefill_role="prefill+decode", prefill_flags=MORE, decode_flags=MORE) as pair:
+def busy_pair(start_pair: StartPair, transport: str) -> Iterator[Pair]:
+    roles = {"prefill_role": "prefill+decode", "transport": transport}
+    with start_pair(**roles, prefill_flags=MORE, decode_flags=MORE) as pair:
         yield pair
 
 
@@ -49,6 +50,7 @@ def at_once(host: Host, lengths: list[int], mode: str, **how: object) -> list[An
         return [one.result() for one in asked]
 
 
+@pytest.mark.both_transports
 def test_many_prompts_of_all_lengths_at_once_are_all_handed_over(busy_pair: Pair) -> None:
     """Q1: more than there are lanes."""
     lengths = [2, 900, 33, 64, 65, 300, 5, 700, 128, 31, 450, 90]
@@ -109,6 +111,7 @@ def test_a_full_line_is_a_typed_refusal_with_a_time_to_come_back(start_pair: Sta
         assert_nothing_held(pair.decoder)
 
 
+@pytest.mark.both_transports
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(busy_pair: Pair) -> None:
     """H7: at every stage, on both hosts, and the next request is exact."""
     rng = random.Random(5)

@@ -20,7 +20,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from transport.quic_choice import INSTALL, SCHEME, built
+from transport.quic_choice import INSTALL, built
 from zerocopy.cli.hosts import Answer, Host, Hosts, smollm2
 from zerocopy.cli.screen import CliError, ExitCode, bytes_text, note, pairs, show, show_json, table
 from zerocopy.cli.timeline import timeline
@@ -113,8 +113,7 @@ def _run_part(folder: Path, model: Path, prompt: str | list[int], transport: str
     flags = ["--model", str(model), *ENGINE_FLAGS, "--allow-proofs", "--log-level", "warning"]
     with Hosts(folder) as hosts:
         prefiller = hosts.add("prefiller", ["--role", "prefill", *flags])
-        dial = f"prefiller={SCHEME if transport == 'quic' else ''}{prefiller.address}"
-        decoder = hosts.add("decoder", ["--role", "decode", *flags, "--peer", dial])
+        decoder = hosts.add("decoder", ["--role", "decode", *flags], peers=[prefiller], transport=transport)
         for host in (prefiller, decoder):
             host.start()
         prefiller.wait_ready()

@@ -24,6 +24,7 @@ from typing import Any, Final
 import msgspec
 
 from transport.keys import KeyStore
+from transport.quic_choice import SCHEME
 from zerocopy.cli.screen import CliError
 
 START_TIMEOUT_S: Final = 60.0
@@ -143,14 +144,16 @@ class Hosts:
         flags: Iterable[str],
         *,
         peers: Iterable[Host] = (),
+        transport: str = "tcp",
         trusted: bool = True,
         command: tuple[str, ...] | None = None,
     ) -> Host:
-        """Make a host (not started) that dials `peers`; it and all earlier hosts trust each other's keys. `command`
-        runs this host in place of the others' command."""
+        """Make a host (not started) that dials `peers` over `transport`; it and all earlier hosts trust each other's
+        keys. `command` runs this host in place of the others' command."""
         store = KeyStore(self._folder / name)
         store.new(name)
-        dial = [flag for peer in peers for flag in ("--peer", f"{peer.name}={peer.address}")]
+        scheme = SCHEME if transport == "quic" else ""
+        dial = [flag for peer in peers for flag in ("--peer", f"{peer.name}={scheme}{peer.address}")]
         host = Host(name, self._folder, [*flags, *dial], command or self._command)
         for other in self._hosts if trusted else ():
             theirs = KeyStore(self._folder / other)
