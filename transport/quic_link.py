@@ -328,8 +328,9 @@ class QuicLink:
         landing, room = self._landings.pop(page)
         ffi.release(room)
         wipe(landing.view[:written])
-        landing.discard()
         self.stats.pages_dropped += 1
+        # Behind the messages that came before: one of them says why its sender gave the page up.
+        self._host.mailbox.post(landing.discard)
 
     def _on_broken(self, error: Exception) -> None:
         self._sink = None

@@ -213,7 +213,6 @@ def test_a_daemon_says_that_it_cannot_serve_while_its_worker_is_down(slow: Pair)
     assert_still_exact(slow)
 
 
-@pytest.mark.both_transports
 def test_the_decode_daemon_is_killed(slow: Pair) -> None:
     worker = _worker_pid(slow.decoder)
     with _in_transfer(slow) as answer:
@@ -274,7 +273,6 @@ def _aborted(pair: Pair) -> bool:
     return bool(traces) and traces[-1]["reason"] == "transfer-deadline"
 
 
-@pytest.mark.both_transports
 def test_the_decode_daemon_is_killed_behind_a_front_door(slow: Pair) -> None:
     """The client asked the prefill host: it hears what happened."""
     with _in_transfer(slow, by=slow.prefiller) as answer:

@@ -79,7 +79,7 @@ class Outgoing:
         self._job: Job | None = None
         self._head: _Page | None = None  # read from the ring, waiting for credit or its turn
         self._parts: deque[p.SlabPart] = deque()
-        self._sending: set[asyncio.Future[None]] = set()
+        self._sending: dict[asyncio.Future[None], None] = {}  # in order
         self._sending_bytes = 0
         self._prefilled: p.Prefilled | None = None
         self._drained = asyncio.Event()
@@ -181,7 +181,7 @@ class Outgoing:
     async def _end(self) -> None:
         """Free everything: links first, then the worker, then memory. Also runs while the daemon stops."""
         if self.machine.outcome is None or not self.machine.outcome.committed:
-            for future in self._sending:
+            for future in reversed(self._sending):  # the last first, so that no page ever overtakes a cancelled one
                 future.cancel()
         await self._drained.wait()
         if self._head is not None:
@@ -250,13 +250,13 @@ class Outgoing:
             self.fail("link-lost", str(error))
             self._do(self.machine.page_done())
             return
-        self._sending.add(future)
+        self._sending[future] = None
         self._sending_bytes += page.header.payload_bytes
         future.add_done_callback(lambda done: self._sent(done, page, began))
 
     def _sent(self, future: asyncio.Future[None], page: _Page, began: float) -> None:
         full = self._link_has_enough()
-        self._sending.discard(future)
+        self._sending.pop(future, None)
         self._sending_bytes -= page.header.payload_bytes
         last = self.trace.wire[-1][1] if self.trace.wire else began
         page.free()
