@@ -3,9 +3,11 @@
 One real worker process with SmolLM2 generates on some sequences. In turn it is left alone, and a state of 8,192 tokens
 lands in its ring as fast as it is taken, to be imported, evaluated and dropped again. Gaps are between the tokens of
 one sequence; those that end while an import runs, from its start to the moment its first logits exist, are compared
-with the others. This process plays the daemon: pages are made beforehand, so neither a prefill nor a wire competes for
-the processor, and they hold zeros, which cost the engine what any numbers do. `met`: p99 at most twice what it is
-without. Owns the worker process, one ring and the pages.
+with those of quiet times. The half second after an import was dropped, when the pool closes up, is told apart.
+
+This process plays the daemon: pages are made beforehand, so neither a prefill nor a wire competes for the cores, and
+they hold zeros, which cost the engine what any numbers do. `met`: p99 at most twice what it is without. Owns the worker
+process, one ring and the pages.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from zerocopy.worker.sampling import Sampling
 PROMPT: Final = 100  # tokens, of the sequences that generate
 NO_END: Final = Sampling(logit_bias=((0, -100.0), (2, -100.0)))  # SmolLM2's ends of text: all generate to the end
 RING_MIB: Final = 64  # a daemon's default
+CLOSING_S: Final = 0.5
 LIMIT: Final = 2.0
 TIMEOUT_S: Final = 60.0
 
@@ -138,10 +141,11 @@ class Watch:
     def __init__(self, played: Played, jobs: Sequence[int]) -> None:
         self._played = played
         self._last: dict[int, float | None] = dict.fromkeys(jobs)
-        self.alone, self.beside, self.import_s = list[float](), list[float](), list[float]()
+        self.alone, self.beside, self.after = list[float](), list[float](), list[float]()
+        self.import_s = list[float]()
 
-    def follow(self, until: float, importing: int | None = None) -> None:
-        """Until that moment, or until `importing` has its first logits."""
+    def follow(self, gaps: list[float], until: float, importing: int | None = None) -> None:
+        """Note gaps until that moment, or until `importing` has its first logits."""
         began = time.monotonic()
         while (now := time.monotonic()) < until:
             for message in self._played.hear(0.1):
@@ -151,14 +155,14 @@ class Watch:
                     self.import_s.append(time.monotonic() - began)
                     return
                 if isinstance(message, p.TextDelta) and message.job in self._last:
-                    self._note(message.job, time.monotonic(), importing is not None)
+                    self._note(message.job, time.monotonic(), gaps)
         if importing is not None:
             raise SystemExit(f"nothing was imported within {now - began:.0f} s")
 
-    def _note(self, job: int, now: float, beside: bool) -> None:
+    def _note(self, job: int, now: float, gaps: list[float]) -> None:
         last, self._last[job] = self._last[job], now
         if last is not None:
-            (self.beside if beside else self.alone).append(now - last)
+            gaps.append(now - last)
 
 
 def run(generating: int, imported: int, imports: int, pause_s: float) -> dict[str, Any]:
@@ -167,36 +171,43 @@ def run(generating: int, imported: int, imports: int, pause_s: float) -> dict[st
     with worker(engine) as played:
         jobs = [played.generate([7 + n] * PROMPT, n) for n in range(generating)]
         watch = Watch(played, jobs)
-        watch.follow(time.monotonic() + 2)  # prompts and warm-up
-        watch.alone.clear()
+        watch.follow([], time.monotonic() + 2)  # prompts and warm-up
         for _ in range(imports):
-            watch.follow(time.monotonic() + pause_s)
+            watch.follow(watch.alone, time.monotonic() + pause_s)
             job = played.generate([0] * (imported + 1), generating, ring=0)
             wire = threading.Thread(target=played.land, args=(records, job))
             wire.start()
-            watch.follow(time.monotonic() + TIMEOUT_S, importing=job)
+            watch.follow(watch.beside, time.monotonic() + TIMEOUT_S, importing=job)
             wire.join()
             played.send(p.Release(job))
-            watch.follow(time.monotonic() + 0.5)  # what was freed is moved away: counted with the others
+            watch.follow(watch.after, time.monotonic() + CLOSING_S)
         for job in jobs:
             played.send(p.Release(job))
-    alone, beside, taken = quantiles(watch.alone, 5), quantiles(watch.beside, 5), quantiles(watch.import_s, 4)
-    assert alone and beside and taken
+    alone, beside, after = (quantiles(gaps, 5) for gaps in (watch.alone, watch.beside, watch.after))
+    taken = quantiles(watch.import_s, 4)
+    assert alone and beside and after and taken
     ratio = round(beside.p99 / alone.p99, 3)
     return {
-        "generating": generating, "imported_tokens": imported, "imported_bytes": sum(map(len, records)),
-        "imports": imports, "import_s": msgspec.to_builtins(taken), "gaps_without": len(watch.alone),
-        "gaps_during": len(watch.beside), "gap_without_s": msgspec.to_builtins(alone),
-        "gap_during_s": msgspec.to_builtins(beside), "ratio_p99": ratio, "load": os.getloadavg()[0],
+        "generating": generating,
+        "imported_tokens": imported,
+        "imported_bytes": sum(map(len, records)),
+        "imports": imports,
+        "import_s": msgspec.to_builtins(taken),
+        "gaps": {"without": len(watch.alone), "during": len(watch.beside), "after": len(watch.after)},
+        "gap_without_s": msgspec.to_builtins(alone),
+        "gap_during_s": msgspec.to_builtins(beside),
+        "gap_after_s": msgspec.to_builtins(after),
+        "ratio_p99": ratio,
+        "load": os.getloadavg()[0],
         "met": ratio <= LIMIT,
-    }  # fmt: skip
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generating", type=int, default=3, help="sequences")
     parser.add_argument("--tokens", type=int, default=8192, help="of the imported state")
-    parser.add_argument("--imports", type=int, default=10)
+    parser.add_argument("--imports", type=int, default=20)
     parser.add_argument("--pause-s", type=float, default=1.0, help="between imports")
     args = parser.parse_args()
     found = run(args.generating, args.tokens, args.imports, args.pause_s)
