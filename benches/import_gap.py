@@ -4,6 +4,8 @@ One real worker process with SmolLM2 generates on some sequences. In turn it is 
 lands in its ring as fast as it is taken, to be imported, evaluated and dropped again. Gaps are between the tokens of
 one sequence; those that end while an import runs, from its start to the moment its first logits exist, are compared
 with those of quiet times. The half second after an import was dropped, when the pool closes up, is told apart.
+Of the gaps during an import, those that hold the first evaluation behind it are also told apart (`first_logits`): it
+attends to all 8,192 tokens, as every later token of that sequence would.
 
 This process plays the daemon: pages are made beforehand, so neither a prefill nor a wire competes for the cores, and
 they hold zeros, which cost the engine what any numbers do. `met`: p99 at most twice what it is without. Owns the worker
@@ -143,26 +145,32 @@ class Watch:
         self._last: dict[int, float | None] = dict.fromkeys(jobs)
         self.alone, self.beside, self.after = list[float](), list[float](), list[float]()
         self.import_s = list[float]()
+        self.during_import, self.first_logits = list[float](), list[float]()  # of `beside`
 
     def follow(self, gaps: list[float], until: float, importing: int | None = None) -> None:
         """Note gaps until that moment, or until `importing` has its first logits."""
-        began = time.monotonic()
+        began, ends = time.monotonic(), list[float]()
         while (now := time.monotonic()) < until:
             for message in self._played.hear(0.1):
                 if isinstance(message, p.Failed):
                     raise SystemExit(f"the worker failed: {message.message}")
                 if isinstance(message, p.Imported) and message.job == importing:
                     self.import_s.append(time.monotonic() - began)
+                    for ended, gap in zip(ends, gaps[-len(ends) :], strict=True):
+                        (self.first_logits if ended > message.marks["imported"] else self.during_import).append(gap)
                     return
                 if isinstance(message, p.TextDelta) and message.job in self._last:
-                    self._note(message.job, time.monotonic(), gaps)
+                    ends += self._note(message.job, time.monotonic(), gaps)
         if importing is not None:
             raise SystemExit(f"nothing was imported within {now - began:.0f} s")
 
-    def _note(self, job: int, now: float, gaps: list[float]) -> None:
+    def _note(self, job: int, now: float, gaps: list[float]) -> list[float]:
+        """The moment, if a gap ended."""
         last, self._last[job] = self._last[job], now
-        if last is not None:
-            gaps.append(now - last)
+        if last is None:
+            return []
+        gaps.append(now - last)
+        return [now]
 
 
 def run(generating: int, imported: int, imports: int, pause_s: float) -> dict[str, Any]:
@@ -184,8 +192,9 @@ def run(generating: int, imported: int, imports: int, pause_s: float) -> dict[st
         for job in jobs:
             played.send(p.Release(job))
     alone, beside, after = (quantiles(gaps, 5) for gaps in (watch.alone, watch.beside, watch.after))
+    copying, first = quantiles(watch.during_import, 5), quantiles(watch.first_logits, 5)
     taken = quantiles(watch.import_s, 4)
-    assert alone and beside and after and taken
+    assert alone and beside and after and taken and copying and first
     ratio = round(beside.p99 / alone.p99, 3)
     return {
         "generating": generating,
@@ -196,8 +205,11 @@ def run(generating: int, imported: int, imports: int, pause_s: float) -> dict[st
         "gaps": {"without": len(watch.alone), "during": len(watch.beside), "after": len(watch.after)},
         "gap_without_s": msgspec.to_builtins(alone),
         "gap_during_s": msgspec.to_builtins(beside),
+        "gap_during_copying_s": msgspec.to_builtins(copying),
+        "gap_first_logits_s": msgspec.to_builtins(first),
         "gap_after_s": msgspec.to_builtins(after),
         "ratio_p99": ratio,
+        "ratio_p99_copying": round(copying.p99 / alone.p99, 3),
         "load": os.getloadavg()[0],
         "met": ratio <= LIMIT,
     }
