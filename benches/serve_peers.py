@@ -79,18 +79,25 @@ def ask_all(target: Target, concurrency: int, prompt: int, output: int, each: in
     return seen, max(one.ended for one in seen) - min(one.sent for one in seen)
 
 
+def decode_rate(seen: Sequence[Seen]) -> float:
+    """Tokens a second while every one of these answers is being written, so that no prompt is in it."""
+    first, last = max(one.pieces[0] for one in seen), min(one.pieces[-1] for one in seen)
+    if last <= first:
+        raise SystemExit("the answers were not written at the same time: raise the output length")
+    return sum(first < at <= last for one in seen for at in one.pieces) / (last - first)
+
+
 def measure(target: Target, concurrency: int, each: int) -> dict[str, float]:
     prefilled, prefill_s = ask_all(target, concurrency, PROMPT, 1, each)
-    decoded, _ = ask_all(target, concurrency, 8, OUTPUT, each)
+    decoded, decode_s = ask_all(target, concurrency, 8, OUTPUT, each)
     mixed, _ = ask_all(target, concurrency, PROMPT, OUTPUT, each)
-    first = min(one.pieces[0] for one in decoded)
-    last = max(one.pieces[-1] for one in decoded)
     gaps = quantiles([b - a for one in mixed for a, b in pairwise(one.pieces)], 5)
     ttft = quantiles([one.ttft_s for one in mixed], 5)
     assert gaps and ttft
     return {
         "prefill_tokens_per_s": sum(one.prompt_tokens for one in prefilled) / prefill_s,
-        "decode_tokens_per_s": sum(one.output_tokens - 1 for one in decoded) / (last - first),
+        "decode_tokens_per_s": decode_rate(decoded[:concurrency]),
+        "answer_tokens_per_s": sum(one.output_tokens for one in decoded) / decode_s,
         "ttft_p50_s": ttft.p50,
         "gap_p99_s": gaps.p99,
     }

@@ -30,12 +30,11 @@ class Simulation:
                 if arrived <= now and left[key]
             ]
             chosen = scheduler.slices(waiting)
-            assert len(set(chosen)) == len(chosen)
-            assert bool(chosen) == bool(waiting), "an iteration with prompts must serve one"
-            sizes = {prompt.key: prompt.slice_tokens for prompt in waiting}
-            assert len(chosen) == 1 or sum(sizes[key] for key in chosen) <= CHUNK
-            for key in chosen:
-                left[key] -= sizes[key]
+            assert len({key for key, _ in chosen}) == len(chosen)
+            assert sum(tokens for _, tokens in chosen) == min(CHUNK, sum(prompt.slice_tokens for prompt in waiting))
+            for key, tokens in chosen:
+                assert 0 < tokens <= left[key]
+                left[key] -= tokens
                 self.served.setdefault(key, []).append(now)
                 if not left[key]:
                     self.done[key] = now
@@ -60,6 +59,25 @@ def test_short_prompts_share_an_iteration() -> None:
     assert [play.done[key] for key in range(5)] == [0, 0, 0, 0, 1]
 
 
+def test_a_call_is_filled_with_the_beginning_of_the_next_prompt() -> None:
+    """Two prompts of one and a half chunks take three calls, not four."""
+    play = Simulation([(0, CHUNK * 3 // 2)] * 2)
+    play.run(3)
+    assert sorted(play.done.values()) == [1, 2]
+
+
+def test_sequences_that_generate_take_their_tokens_from_the_budget() -> None:
+    assert Scheduler(CHUNK).slices([Waiting(1, 1, CHUNK, CHUNK)], generating=6) == [(1, CHUNK - 6)]
+    assert Scheduler(4).slices([Waiting(1, 1, 4, 4)], generating=9) == [(1, 1)], "a prompt never starves"
+
+
+def test_a_slice_that_must_stay_whole_waits_for_a_call_that_it_fits() -> None:
+    scheduler = Scheduler(CHUNK)
+    first, second = Waiting(1, 1, 100, 100), Waiting(2, 2, CHUNK, CHUNK, whole=True)
+    assert scheduler.slices([first, second]) == [(1, 100)]
+    assert scheduler.slices([second], generating=6) == [(2, CHUNK)]
+
+
 def test_a_short_prompt_does_not_wait_for_a_huge_one() -> None:
     """H5: no handoff blocks another, also not by its size."""
     play = Simulation([(0, 400 * CHUNK), (10, 2 * CHUNK)])
@@ -77,7 +95,7 @@ def test_a_huge_prompt_is_not_starved_by_short_ones_that_keep_coming() -> None:
 def test_priority_goes_before_arrival() -> None:
     scheduler = Scheduler(CHUNK)
     waiting = [Waiting(1, 1, CHUNK, CHUNK, priority=1), Waiting(2, 2, CHUNK, 9 * CHUNK, priority=0)]
-    assert [scheduler.slices(waiting) for _ in range(4)] == [[2]] * 4
+    assert [scheduler.slices(waiting) for _ in range(4)] == [[(2, CHUNK)]] * 4
 
 
 @settings(max_examples=60, deadline=None)

@@ -26,6 +26,8 @@ from zerocopy.worker.text import TextStream
 class DecodeJob:
     """One strand: it either has something `wanted()` evaluated, or `work()` to do, or waits."""
 
+    whole_slices = False
+
     def __init__(
         self,
         message: Generate,
@@ -72,6 +74,8 @@ class DecodeJob:
     def evaluated(self, tokens: int, output: Output, began: float) -> None:
         """The row that `wanted` gave has been evaluated. Evaluates nothing itself: `output` is still in the engine."""
         self._row = None
+        if not self.decoding:
+            self.remaining -= tokens
         self._advance(output)
 
     def work(self) -> bool:
@@ -113,10 +117,10 @@ class DecodeJob:
 
     def _evaluate_prompt(self) -> Generator[Row | bool, Output | None, None]:
         history, size = self._tokens[:-1], self._runtime.facts.chunk_tokens
-        for start in range(0, len(history), size):
-            self.remaining = len(history) - start
-            yield Row(self.lane, history[start : start + size], start)
-        self.remaining = 0
+        self.remaining = len(history)
+        while self.remaining:
+            start = len(history) - self.remaining
+            yield Row(self.lane, history[start : start + size], start)  # `evaluated` says how much of it was
         self._marks["prefilled"] = time.monotonic()
         self._prove_state()
         self._prompt_evaluated = len(self._tokens)

@@ -54,12 +54,15 @@ class _Station:
         """What the next engine call evaluates: a token of every generation, then slices of prompts."""
         wanted = {number: (job, row) for number, job in self.jobs.items() if (row := job.wanted()) is not None}
         waiting = [
-            Waiting(number, arrived, len(row.tokens), job.remaining)
+            Waiting(number, arrived, len(row.tokens), job.remaining, job.whole_slices)
             for arrived, (number, (job, row)) in enumerate(wanted.items())
             if not job.decoding
         ]
         generating = [pair for pair in wanted.values() if pair[0].decoding]
-        return generating + [wanted[number] for number in self._scheduler.slices(waiting)]
+        for number, tokens in self._scheduler.slices(waiting, len(generating)):
+            job, row = wanted[number]
+            generating.append((job, Row(row.lane, row.tokens[:tokens], row.start)))
+        return generating
 
     @property
     def generating(self) -> bool:

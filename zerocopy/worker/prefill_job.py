@@ -46,6 +46,8 @@ class PrefillJob:
         self.ring = ring
         self.shared = False  # the loop's to say: others were in the pool
         self.finished = False
+        # What is exported before the next slice ends with a page.
+        self.whole_slices = facts.export_before_next_chunk
         self._message = message
         self._facts = facts
         self._slab = slab
@@ -69,7 +71,8 @@ class PrefillJob:
         return not self.shared or self._facts.batch_invariant
 
     def wanted(self) -> Row | None:
-        """The next chunk, unless the job is over or the engine would overwrite what has not been exported."""
+        """The next chunk, unless the job is over or the engine would overwrite what has not been exported. The loop may
+        have less of it evaluated."""
         behind = self._facts.export_before_next_chunk and self._exported < self._evaluated
         if self.finished or behind or not self.remaining:
             return None

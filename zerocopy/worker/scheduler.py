@@ -4,9 +4,10 @@ An iteration is one engine call per pool, then some copying. The call holds one 
 generates (later: a draft of several) and slices of prompts up to a token budget; copying is pages in and out. So the
 gap between two tokens of a sequence is bounded by one budget of prompt and one share of copying, however much waits.
 
-A slice is always a whole chunk or a prompt's tail: where a prompt is cut never depends on the load. Of prompts with
-equal priority the oldest goes first and, every other iteration, the one with the least left: a short prompt does not
-wait for a huge one, and the oldest gets at least every other turn, so nobody starves.
+A prompt that is alone is evaluated chunk by chunk. Of several, the last that goes into a call is cut to what is left
+of the budget: a call costs much that does not depend on its tokens, so each is filled. Of prompts with equal priority
+the oldest goes first and, every other iteration, the one with the least left: a short prompt does not wait for a
+huge one, and the oldest gets at least every other turn, so nobody starves.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Waiting(msgspec.Struct, frozen=True):
     arrived: int  # earlier is smaller
     slice_tokens: int
     remaining: int  # tokens, this slice included
+    whole: bool = False  # the slice must not be cut
     priority: int = 0  # smaller goes first
 
 
@@ -39,8 +41,9 @@ class Scheduler:
         self._budget = budget_tokens
         self._turn = 0
 
-    def slices(self, waiting: Sequence[Waiting]) -> list[int]:
-        """Keys of the prompts whose slices are evaluated now: in order while they fit the budget, but always one."""
+    def slices(self, waiting: Sequence[Waiting], generating: int = 0) -> list[tuple[int, int]]:
+        """(key, tokens) of the prompts that are evaluated now beside so many sequences that generate: in order while
+        the budget lasts, but always one."""
         if not waiting:
             return []
         self._turn += 1
@@ -49,12 +52,12 @@ class Scheduler:
         def order(prompt: Waiting) -> tuple[int, int, int]:
             return prompt.priority, prompt.remaining if short_first else 0, prompt.arrived
 
-        chosen, left = list[int](), self._budget
+        chosen, left = list[tuple[int, int]](), max(1, self._budget - generating)
         for prompt in sorted(waiting, key=order):
-            if chosen and prompt.slice_tokens > left:
-                break
-            chosen.append(prompt.key)
-            left -= prompt.slice_tokens
+            tokens = prompt.slice_tokens if prompt.whole else min(prompt.slice_tokens, left)
+            if tokens and (tokens <= left or not chosen):
+                chosen.append((prompt.key, tokens))
+                left = max(0, left - tokens)
         return chosen
 
 
