@@ -1,7 +1,7 @@
 """Tiny models once per session, one pair of hosts that all share, a cache of file digests that is not the user's.
 
 What depends on `transport` runs over TCP, and what is marked `both_transports` over QUIC too: every kind of test is,
-where it is cheap. `ZC_TEST_TRANSPORTS=quic` in the environment runs all of them over QUIC.
+where it is cheap. `TEST_TRANSPORTS=quic` in the environment runs all of them over QUIC.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     chosen = any("transport" in str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize"))
     if chosen or "transport" not in metafunc.fixturenames:
         return
-    wanted = os.environ.get("ZC_TEST_TRANSPORTS", "tcp").split(",")
+    wanted = os.environ.get("TEST_TRANSPORTS", "tcp").split(",")
     if metafunc.definition.get_closest_marker("both_transports"):
         wanted = ["tcp", "quic"]
     metafunc.parametrize("transport", wanted, indirect=True, scope="session")
