@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -42,6 +43,20 @@ def test_hosts_trust_each_other_and_a_stranger_trusts_nobody(tmp_path: Path) -> 
         hosts.add("stranger", ["--model", "ready"], trusted=False)
     stores = {name: KeyStore(tmp_path / name) for name in ("a", "b", "stranger")}
     assert [sorted(store.trusted()) for store in stores.values()] == [["b"], ["a"], []]
+
+
+def test_a_command_that_is_told_to_end_takes_its_hosts_with_it(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ending, Hosts(tmp_path, SCRIPTED) as hosts:
+        host = hosts.add("a", ["--model", "ready"])
+        host.start()
+        host.wait_ready()
+        assert host.process is not None
+        pid = host.process.pid
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ending.value.code == 128 + signal.SIGTERM
+    assert not psutil.pid_exists(pid)
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_an_answer_has_its_status_headers_and_body(tmp_path: Path) -> None:

@@ -130,12 +130,13 @@ class Host:
 
 
 class Hosts:
-    """Hosts that trust one another. Use as a context manager."""
+    """Hosts that trust one another. Use as a context manager, in the main thread: a SIGTERM ends them too."""
 
     def __init__(self, folder: Path, command: tuple[str, ...] = (sys.executable, "-m", "zerocopy")) -> None:
         self._folder = folder
         self._command = command
         self._hosts: dict[str, Host] = {}
+        self._before: Any = None  # what SIGTERM did
         folder.mkdir(parents=True, exist_ok=True)
 
     def add(
@@ -163,12 +164,16 @@ class Hosts:
         return host
 
     def __enter__(self) -> Hosts:
+        self._before = signal.signal(signal.SIGTERM, _end)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        finally:
+            signal.signal(signal.SIGTERM, self._before)
 
     def close(self) -> None:
         """End every daemon that still runs, the others too when one will not. What it still serves is cut off."""
@@ -176,6 +181,11 @@ class Hosts:
             for host in self._hosts.values():
                 endings.callback(host.stop)
                 endings.callback(host.hurry)
+
+
+def _end(number: int, frame: object) -> None:
+    """As SIGINT does: the `with` blocks run."""
+    sys.exit(128 + number)
 
 
 def smollm2() -> Path:
