@@ -1,9 +1,10 @@
 """Ten times what two hosts can serve (issue 5, acceptance 3): python -m benches.overload, JSON on stdout.
 
-Capacity first: requests in a closed loop, twice as many at once as there are lanes, so that no lane is ever empty. Then
-an open loop at `--factor` times that rate. Every request must be refused within a second or answered within its
-deadline (`--request-s`, told to the daemons); goodput counts the answers that came in time while the load lasted. The
-four processes' memory is sampled throughout. Exit code 1 when something that must hold does not.
+Capacity first: requests in a closed loop, two more at once than there are lanes, so that no lane is ever empty and
+nobody is refused (a host may refuse once as many wait as there are lanes). Then an open loop at `--factor` times that rate.
+Every request must be refused within a second or answered within its deadline (`--request-s`, told to the daemons);
+goodput counts the answers that came in time while the load lasted. The four processes' memory is sampled throughout.
+Exit code 1 when something that must hold does not.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def capacity(target: Target, seconds: float, deadline_s: float) -> float:
     """Requests a second, answered in time."""
     rng, end = random.Random(1), time.monotonic() + seconds
     endless = (Arrival(0.0, *lengths(rng)) for _ in iter(lambda: time.monotonic() < end, False))
-    seen = asyncio.run(closed_loop(target, endless, 2 * SEQUENCES))
+    seen = asyncio.run(closed_loop(target, endless, SEQUENCES + 2))
     failed = Counter(one.failure for one in seen if one.failure)
     if failed:
         raise SystemExit(f"requests failed while capacity was measured: {dict(failed)}")
