@@ -2,7 +2,7 @@
 
 Capacity first: requests in a closed loop, two more at once than there are lanes, so that no lane is ever empty and
 nobody is refused (a host may refuse once as many wait as there are lanes). Then an open loop at `--factor` times that
-rate. Every request must be refused within a second or answered within its deadline (`--request-s`, told to the daemons);
+rate. Every request must be refused within a second or answered within its deadline (`--request-s`);
 goodput counts the answers that came in time while the load lasted. The four processes' memory is sampled throughout.
 Exit code 1 when something that must hold does not.
 """
