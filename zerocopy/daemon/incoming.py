@@ -15,22 +15,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
 from native.memory import NativeError
 from native.ring import Slot
-from transport.link import Landing, Link, LinkError
+from transport.link import Landing, Link
 from zerocopy.daemon.admission import Refused, Ticket
 from zerocopy.daemon.ending import to_the_end
+from zerocopy.daemon.half import HandoffHalf, T
 from zerocopy.daemon.memory import Lease, SharedMemory
 from zerocopy.daemon.trace import Trace
 from zerocopy.daemon.worker_process import Job, JobFailed, WorkerLost, WorkerProcess
 from zerocopy.handoff.components import HEADER_BYTES, SNAPSHOT, PageHeader
 from zerocopy.handoff.errors import HandoffError, LocalProtocolError, RemoteProtocolError
-from zerocopy.handoff.machine import Action, Ended, Release, Send
-from zerocopy.handoff.messages import HandoffMessage, Manifest, encode
+from zerocopy.handoff.machine import Action
+from zerocopy.handoff.messages import HandoffMessage, Manifest
 from zerocopy.handoff.sink import SinkHandoff
 from zerocopy.handoff.states import State
 from zerocopy.worker import protocol as p
@@ -40,8 +41,6 @@ from zerocopy.worker import protocol as p
 # other sequences; 9e-3 between an H200 and a CPU (gpu.md). A state with one component zeroed: at least 7.5e-2, for
 # each component of each family we certify.
 PROBE_TOLERANCE: Final = 0.03
-
-T = TypeVar("T")
 
 
 class HandoffFailed(Exception):
@@ -73,7 +72,7 @@ class _Room:
         self._handoff.page_lost(self._header, self._slot)
 
 
-class Incoming:
+class Incoming(HandoffHalf[SinkHandoff]):
     """One handoff arriving at this host. `receive` runs it, and cancelling that cancels the handoff; the other methods
     are called while it runs."""
 
@@ -82,16 +81,13 @@ class Incoming:
     ) -> None:
         facts = worker.facts
         assert facts is not None
-        self.link = link
-        self.machine = machine
+        trace = Trace(machine.handoff_id.hex(), "decoder", link.peer, link.transport, len(tokens))
+        super().__init__(link, machine, trace)
         self._worker = worker
         self._memory = memory
-        self.trace = Trace(machine.handoff_id.hex(), "decoder", link.peer, link.transport, len(tokens))
         self._schema = facts.schema
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        self._wake = asyncio.Event()
-        self._drained = asyncio.Event()
         self._ticket: Ticket | None = None
         self._lease: Lease | None = None
         self._in_ring: deque[tuple[PageHeader, int]] = deque()  # claimed records and where each ends in freed bytes
@@ -193,9 +189,6 @@ class Incoming:
         self._do(actions)
         self._step()  # the manifest may be the last thing that was lacking
 
-    def fail(self, reason: str, message: str) -> None:
-        self._do(self._locked(lambda: self.machine.fail(reason, message)))
-
     async def _listen(self, job: Job) -> None:
         """The worker's reports on this job, up to the commit."""
         try:
@@ -257,40 +250,9 @@ class Incoming:
         if actions:  # most releases make no CREDIT, and `_do` wakes the whole handoff
             self._do(actions)
 
-    def _do(self, actions: list[Action]) -> None:
-        for action in actions:
-            match action:
-                case Send(message):
-                    self._say(message)
-                case Ended(outcome):
-                    self.trace.outcome = "committed" if outcome.committed else "aborted"
-                    self.trace.reason = outcome.reason
-                    self.trace.marks["committed" if outcome.committed else "aborted"] = time.monotonic()
-                case Release():
-                    self._drained.set()
-        self._wake.set()
-
-    def _say(self, message: HandoffMessage) -> None:
-        """What cannot be said ends the handoff, unless it is over."""
-        try:
-            self.link.send(encode(message))
-        except LinkError as error:
-            self.fail("link-lost", str(error))
-        except HandoffError as error:
-            self.fail(error.reason, str(error))
-
     def _locked(self, work: Callable[[], T]) -> T:
         with self._lock:
             return work()
-
-    async def _sleep(self) -> None:
-        """Until something happened or the machine's deadline."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.machine.deadline - time.monotonic()):
-                await self._wake.wait()
-        self._wake.clear()
-        if expired := self._locked(lambda: self.machine.tick(time.monotonic())):
-            self._do(expired)  # only then: `_do` wakes this very loop
 
     # -- receiver threads ----------------------------------------------------------------------------------
 

@@ -20,12 +20,12 @@ from native.ring import Record
 from transport.link import Link, LinkError
 from zerocopy.daemon.admission import Admission, Refused, Ticket
 from zerocopy.daemon.ending import to_the_end
+from zerocopy.daemon.half import HandoffHalf
 from zerocopy.daemon.memory import Lease, SharedMemory
 from zerocopy.daemon.trace import Trace, busy
 from zerocopy.daemon.worker_process import Job, JobFailed, WorkerLost, WorkerProcess
 from zerocopy.handoff.components import HEADER_BYTES, SNAPSHOT, Component, ComponentSpec, PageHeader
 from zerocopy.handoff.errors import HandoffError
-from zerocopy.handoff.machine import Action, Ended, Release, Send
 from zerocopy.handoff.messages import Abort, HandoffMessage, Prefill, encode, unpack_tokens
 from zerocopy.handoff.seen import SeenIds
 from zerocopy.handoff.source import SourceHandoff
@@ -57,23 +57,22 @@ class _Page:
             self.record.release()
 
 
-class Outgoing:
+class Outgoing(HandoffHalf[SourceHandoff]):
     """One handoff leaving this host."""
 
     def __init__(self, service: OutgoingService, link: Link, prefill: Prefill) -> None:
         facts = service.worker.facts
         assert facts is not None
         self._service = service
-        self.link = link
         self._tokens = unpack_tokens(prefill.prompt)
         self._schema = facts.schema
         sizes = (_largest_page(spec, facts.page_tokens, len(self._tokens)) for spec in facts.schema.components)
         self._largest_page = max(sizes)
         now = time.monotonic()
-        self.machine = SourceHandoff(prefill, facts.identity, facts.schema, largest_page=self._largest_page, now=now)
-        self.trace = Trace(prefill.handoff_id.hex(), "prefiller", link.peer, link.transport, len(self._tokens))
+        machine = SourceHandoff(prefill, facts.identity, facts.schema, largest_page=self._largest_page, now=now)
+        trace = Trace(prefill.handoff_id.hex(), "prefiller", link.peer, link.transport, len(self._tokens))
+        super().__init__(link, machine, trace)
         self.trace.marks["asked"] = now
-        self._wake = asyncio.Event()
         self._lease: Lease | None = None
         self._ticket: Ticket | None = None
         self._job: Job | None = None
@@ -82,7 +81,6 @@ class Outgoing:
         self._sending: dict[asyncio.Future[None], None] = {}  # in order
         self._sending_bytes = 0
         self._prefilled: p.Prefilled | None = None
-        self._drained = asyncio.Event()
 
     async def run(self, ticket: Ticket) -> None:
         """From the queue to the end; never raises for what can go wrong with a handoff."""
@@ -93,12 +91,6 @@ class Outgoing:
         finally:
             self._shut_down()  # cancelled while it waited for the lane
             self._service.ended(self)
-
-    def message(self, message: HandoffMessage) -> None:
-        self._do(self.machine.receive(message, time.monotonic()))
-
-    def fail(self, reason: str, message: str) -> None:
-        self._do(self.machine.fail(reason, message))
 
     # -- stages --------------------------------------------------------------------------------------------
 
@@ -282,39 +274,6 @@ class Outgoing:
             "chunks": float(len(trace.chunks)),
             "kv_bytes_sent_before_prefill_end": float(trace.kv_bytes_by(trace.marks["prefilled"])),
         }
-
-    # -- plumbing ------------------------------------------------------------------------------------------
-
-    def _do(self, actions: list[Action]) -> None:
-        for action in actions:
-            match action:
-                case Send(message):
-                    self._say(message)
-                case Ended(outcome):
-                    self.trace.outcome = "committed" if outcome.committed else "aborted"
-                    self.trace.reason = outcome.reason
-                    self.trace.marks["committed" if outcome.committed else "aborted"] = time.monotonic()
-                case Release():
-                    self._drained.set()
-        self._wake.set()
-
-    def _say(self, message: HandoffMessage) -> None:
-        """What cannot be said ends the handoff, unless it is over."""
-        try:
-            self.link.send(encode(message))
-        except LinkError as error:
-            self.fail("link-lost", str(error))
-        except HandoffError as error:
-            self.fail(error.reason, str(error))
-
-    async def _sleep(self) -> None:
-        """Until something happened or the machine's deadline."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.machine.deadline - time.monotonic()):
-                await self._wake.wait()
-        self._wake.clear()
-        if expired := self.machine.tick(time.monotonic()):
-            self._do(expired)  # only then: `_do` wakes this very loop
 
     @contextlib.asynccontextmanager
     async def _lane(self, ticket: Ticket) -> AsyncIterator[None]:
