@@ -16,17 +16,17 @@ import json
 import os
 import platform
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import venv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+from zerocopy.cli import iperf3
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 SCRIPTS: Final = Path(__file__).with_name("peer")
@@ -122,31 +122,14 @@ def measure(peer: Peer, mib: int, block_kib: int) -> Sample:
 
 
 def measure_iperf3(mib: int) -> Sample:
-    """One stream, one core at each end: what it calls a ceiling."""
+    """One stream, one core at each end: what it calls a ceiling. Raises Absent."""
     if shutil.which("iperf3") is None:
         raise Absent(f"not installed: {PEERS[0].hint}")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    server = subprocess.Popen(["iperf3", "-s", "-1", "-p", port], stdout=subprocess.DEVNULL)
     try:
-        end = json.loads(iperf3_client(port, mib))["end"]
-    finally:
-        server.kill()
-        server.wait()
-    usage = end["cpu_utilization_percent"]
-    seconds, nbytes = end["sum_received"]["seconds"], end["sum_received"]["bytes"]
-    cpu = (usage["host_total"] + usage["remote_total"]) / 100 * seconds
-    return Sample(end["sum_received"]["bits_per_second"] / 1e9, cpu / (nbytes / (1 << 30)))
-
-
-def iperf3_client(port: str, mib: int) -> str:
-    command = ["iperf3", "-c", "127.0.0.1", "-p", port, "-n", f"{mib}M", "-J"]
-    for _ in range(50):  # it does not say when it listens
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SAMPLE_TIMEOUT_S)
-        if done.returncode == 0:
-            return done.stdout
-        time.sleep(0.1)
-    raise Absent(f"iperf3 failed: {last_line(done.stderr or done.stdout)}")
+        found = iperf3.measured(lambda: iperf3.on_loopback(mib << 20))
+    except iperf3.Iperf3Failed as error:
+        raise Absent(str(error)) from None
+    return Sample(found.gbps, found.cpu_s_per_gib)
 
 
 # -- all of them -----------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +28,7 @@ import xxhash
 from transport.keys import KeyStore
 from transport.link import Landing, Link, PageSink
 from transport.quic import QuicEndpoint
+from zerocopy.cli.iperf3 import Iperf3, measured, read_report
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 LINKS: Final = ("1gbit,rtt=2ms,loss=1%", "1gbit,rtt=50ms,loss=0.1%")
@@ -131,15 +133,16 @@ async def send(folder: Path, seconds: float) -> float:
     return 8 * PAGE * counted / elapsed / 1e9
 
 
-def iperf3(congestion: str, seconds: float) -> float:
+def iperf3(congestion: str, seconds: float) -> Iperf3:
+    """Raises Iperf3Failed."""
     on = {host: ["ip", "netns", "exec", host, "iperf3"] for host in "AB"}
     with subprocess.Popen([*on["B"], "-s", "-1"], stdout=subprocess.DEVNULL) as server:
         time.sleep(0.3)
         timing = ["-t", str(max(1, round(seconds))), "-O", str(round(WARM_UP_S))]
         argv = [*on["A"], "-c", ADDRESS.partition(":")[0], "-C", congestion, *timing, "-J"]
         try:
-            done = subprocess.run(argv, check=True, capture_output=True, text=True)
-            return float(json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"]) / 1e9
+            done = subprocess.run(argv, capture_output=True)
+            return read_report(done.stdout, done.stderr)
         finally:
             server.kill()
 
@@ -158,7 +161,7 @@ def inside(rounds: int, seconds: float) -> None:
                 done = subprocess.run([*on["A"], "--send"], check=True, stdout=subprocess.PIPE, text=True)
                 samples["quic_bbr"].append(float(done.stdout))
                 for congestion in ("cubic", "bbr"):
-                    samples[f"tcp_{congestion}"].append(iperf3(congestion, seconds))
+                    samples[f"tcp_{congestion}"].append(measured(partial(iperf3, congestion, seconds)).gbps)
         finally:
             receiver.kill()
             receiver.wait()

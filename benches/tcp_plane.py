@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import mmap
 import resource
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,6 +27,7 @@ import uvloop
 from transport.keys import KeyStore
 from transport.link import Landing, Link, PageSink
 from transport.tcp import TcpEndpoint
+from zerocopy.cli import iperf3
 
 LANDINGS = 32  # more than the sender ever has on its way
 IN_FLIGHT_BYTES = 32 << 20  # what a ring of that size lets the sender have on its way
@@ -151,19 +150,8 @@ async def run_one(directory: str, streams: int, record_bytes: int, page_bytes: i
 def run_iperf3(total: int) -> Row | None:
     if shutil.which("iperf3") is None:
         return None
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    server = subprocess.Popen(["iperf3", "-s", "-1", "-p", port], stdout=subprocess.DEVNULL)
-    time.sleep(0.3)
-    out = subprocess.run(
-        ["iperf3", "-c", "127.0.0.1", "-p", port, "-n", str(total), "-J"], capture_output=True, text=True, check=True
-    )
-    server.wait(10)
-    end = json.loads(out.stdout)["end"]
-    percent = end["cpu_utilization_percent"]["host_total"] + end["cpu_utilization_percent"]["remote_total"]
-    seconds = end["sum_received"]["seconds"]
-    return Row(end["sum_received"]["bits_per_second"] / 1e9, percent / 100 * seconds / (total / (1 << 30)))
+    found = iperf3.measured(lambda: iperf3.on_loopback(total))
+    return Row(found.gbps, found.cpu_s_per_gib)
 
 
 def make_keys(directory: str) -> None:

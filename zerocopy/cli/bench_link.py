@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import shlex
 import shutil
 import signal
@@ -49,6 +48,7 @@ from zerocopy.cli.bench_ends import (
     send_plain,
 )
 from zerocopy.cli.bench_quic import AIOQUIC, References, bare_engine
+from zerocopy.cli.iperf3 import ATTEMPTS, Iperf3Failed, given_up, read_report
 from zerocopy.cli.measuring import GIB, Quantiles, cpu_s, gbps, median, quantiles
 from zerocopy.cli.plot import Panel, svg
 from zerocopy.cli.screen import CliError, ExitCode, bytes_text
@@ -189,8 +189,9 @@ def check(plan: Plan) -> None:
 
 def sweep(plan: Plan, target: Target, step: Callable[[str], None], references: References | None = None) -> Report:
     """Measure everything. `step` is told of each measurement as it begins; `references` are for QUIC."""
-    samples, rounds = uvloop.run(_sweep(plan, target, step, references))
-    ceiling = _ceiling(rounds, references)
+    absent: dict[str, str] = {}
+    samples, rounds = uvloop.run(_sweep(plan, target, step, references, absent))
+    ceiling = _ceiling(rounds, absent | (references.absent if references is not None else {}))
     rows = [_row(setting, many, ceiling, rounds) for setting, many in samples.items()]
     chosen = stream_count()
     ours = Setting(chosen.count, DEFAULT_RECORD_BYTES, DEFAULT_PAGE_BYTES)
@@ -209,9 +210,13 @@ def references(plan: Plan, target: Target, folder: Path) -> References | None:
 
 
 async def _sweep(
-    plan: Plan, target: Target, step: Callable[[str], None], references: References | None
+    plan: Plan,
+    target: Target,
+    step: Callable[[str], None],
+    references: References | None,
+    absent: dict[str, str],
 ) -> tuple[dict[Setting, list[Sample]], list[dict[str, float]]]:
-    """Samples of each setting, one a round; and what else was measured, round by round."""
+    """Samples of each setting, one a round; what else was measured, round by round; into `absent`, what was not."""
     memory = arena()
     samples: dict[Setting, list[Sample]] = {setting: [] for setting in plan.settings()}
     rounds: list[dict[str, float]] = []
@@ -220,8 +225,12 @@ async def _sweep(
         if plan.ceilings:
             step(PLAINTEXT)
             others |= await _plaintext(target, memory, plan.seconds)
-            step(IPERF3)
-            others |= await _iperf3(target, memory, plan.seconds)
+            if IPERF3 not in absent:
+                step(IPERF3)
+                try:
+                    others |= await _iperf3(target, memory, plan.seconds)
+                except Iperf3Failed as error:
+                    absent[IPERF3] = str(error)
         if references is not None:
             step("bare engine, aioquic")
             others |= await asyncio.to_thread(references.measure, (1 + WARM_UP) * plan.seconds)
@@ -304,30 +313,35 @@ async def _plaintext(target: Target, memory: memoryview, seconds: float) -> dict
 
 
 async def _iperf3(target: Target, memory: memoryview, seconds: float) -> dict[str, float]:
-    """`iperf3 -P1`, where both ends have it. It takes whole seconds."""
+    """`iperf3 -P1`, where both ends have it. It takes whole seconds. Raises Iperf3Failed when it does not answer."""
     if shutil.which("iperf3") is None:
         return {}
-    async with _connected(target, memory) as (end, link):
-        opened: CeilingOpen = await end.ask(link, OpenCeiling("iperf3"), CeilingOpen)
-        if opened.port is None:
-            return {}
-        command = ["iperf3", "-c", target.host, "-p", str(opened.port), "-P1", "-t", str(max(1, round(seconds))), "-J"]
-        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        out, _ = await process.communicate()
-    try:
-        return {IPERF3: json.loads(out)["end"]["sum_received"]["bits_per_second"] / 1e9}
-    except (ValueError, KeyError):
-        return {}
+    for attempt in range(1, ATTEMPTS + 1):
+        async with _connected(target, memory) as (end, link):
+            opened: CeilingOpen = await end.ask(link, OpenCeiling("iperf3"), CeilingOpen)
+            if opened.port is None:
+                return {}
+            command = ["iperf3", "-c", target.host, "-p", str(opened.port), "-P1", "-t", str(max(1, round(seconds)))]
+            process = await asyncio.create_subprocess_exec(
+                *command, "-J", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            said = await process.communicate()
+        try:
+            return {IPERF3: read_report(*said).gbps}
+        except Iperf3Failed as error:
+            if attempt == ATTEMPTS:
+                raise given_up(error) from None
+    raise AssertionError("unreachable")
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def _ceiling(rounds: Sequence[dict[str, float]], references: References | None) -> Ceiling:
+def _ceiling(rounds: Sequence[dict[str, float]], absent: dict[str, str]) -> Ceiling:
     names = {name for others in rounds for name in others}
     speeds = {name: round(median([others[name] for others in rounds if name in others]), 3) for name in names}
     plain, iperf3 = speeds.pop(PLAINTEXT, None), speeds.pop(IPERF3, None)
-    return Ceiling(plain, iperf3, speeds or None, references.absent if references is not None else None)
+    return Ceiling(plain, iperf3, speeds or None, absent or None)
 
 
 def _ratios(setting: Setting, samples: Sequence[Sample], rounds: Sequence[dict[str, float]]) -> dict[str, float] | None:
