@@ -27,6 +27,9 @@ _WEIGHT: Final = 0.02  # of the newest interval between two grants, once there h
 # Standard deviations of a wait that are allowed for. With turns of random length and ten times the load, of 11,200 who
 # were told to wait 361 waited longer than allowed at 2, 47 at 3, 3 at 4.
 _SPREAD: Final = 4.0
+# Times what the latest turns took on average: what slows all turns at once (another program, another virtual machine:
+# a third to a half within a minute was seen) is not in their spread, and those in line cannot be told any more.
+_SLOWER: Final = 1.5
 
 
 class Refused(Exception):
@@ -60,10 +63,10 @@ class Pace:
         return turns * self._mean
 
     def longest_wait_s(self, turns: int) -> float:
-        """What so many turns hardly ever exceed, if each takes its time whatever the others took. The mean is not
-        quite known either."""
+        """What so many turns hardly ever exceed, if the host becomes no slower than `_SLOWER` and each takes its time
+        whatever the others took. The mean is not quite known either."""
         seen = min(max(self._count, 1), 2 / _WEIGHT - 1)
-        return self.wait_s(turns) + _SPREAD * math.sqrt(self._variance * (turns + turns**2 / seen))
+        return _SLOWER * self.wait_s(turns) + _SPREAD * math.sqrt(self._variance * (turns + turns**2 / seen))
 
 
 class Ticket:
