@@ -2,9 +2,11 @@
 
 Three servers with one model, one engine build and the same threads: this program with local prompts, this program with
 prompts handed over from a second host on this machine, and the server inside the `xllamacpp` wheel. Each is asked the
-same requests at the same concurrency, in rounds that alternate between them; medians are reported. Prompts alone give
-the prefill rate, answers to short prompts the decode rate, both together first-token times and gaps. A round takes
-15, 40 and 75 s at concurrency 1, 4 and 8 on two cores; several `--rounds` at one concurrency give steadier figures.
+same requests at the same concurrency, in rounds that alternate between them. Prompts alone give the prefill rate,
+answers to short prompts the decode rate, both together first-token times and gaps. Rates and first-token times are
+medians of the rounds; the gaps of all rounds are one sample, of which p99 is taken. Rounds go on until each server has
+`--gaps` of them: a p99 of fewer than a hundred is their largest, that of 500 has five above it. A round takes 15, 40
+and 75 s at concurrency 1, 4 and 8 on two cores, and 11, 3 and 2 of them are needed.
 Owns the servers' processes and a folder for their keys.
 """
 
@@ -21,7 +23,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from zerocopy.cli.bench_serve import Seen, Target, closed_loop
 from zerocopy.cli.hosts import Hosts, smollm2
@@ -32,6 +34,7 @@ PROMPT: Final = 384
 OUTPUT: Final = 48
 WORDS: Final = 40_000  # below SmolLM2's vocabulary
 N_CTX: Final = 1024
+PEER_NAME: Final = "llama-server"
 
 PEER: Final = """
 import os, sys, time
@@ -69,9 +72,9 @@ def peer(threads: int, slots: int, chunk: int) -> Iterator[str]:
         process.wait(20)
 
 
-def ask_all(target: Target, concurrency: int, prompt: int, output: int, each: int) -> tuple[list[Seen], float]:
-    """Requests and the seconds that all of them took."""
-    load = [Arrival(0.0, prompt, output)] * (concurrency * each)
+def ask_all(target: Target, concurrency: int, prompt: int, output: int) -> tuple[list[Seen], float]:
+    """A request of every client, and the seconds that all of them took."""
+    load = [Arrival(0.0, prompt, output)] * concurrency
     seen = asyncio.run(closed_loop(target, load, concurrency))
     failed = {one.failure for one in seen if one.failure}
     if failed:
@@ -87,20 +90,47 @@ def decode_rate(seen: Sequence[Seen]) -> float:
     return sum(first < at <= last for one in seen for at in one.pieces) / (last - first)
 
 
-def measure(target: Target, concurrency: int, each: int) -> dict[str, float]:
-    prefilled, prefill_s = ask_all(target, concurrency, PROMPT, 1, each)
-    decoded, decode_s = ask_all(target, concurrency, 8, OUTPUT, each)
-    mixed, _ = ask_all(target, concurrency, PROMPT, OUTPUT, each)
-    gaps = quantiles([b - a for one in mixed for a, b in pairwise(one.pieces)], 5)
-    ttft = quantiles([one.ttft_s for one in mixed], 5)
-    assert gaps and ttft
-    return {
+class Round(NamedTuple):
+    """What one server did in one round."""
+
+    figures: dict[str, float]
+    gaps: list[float]
+
+
+def measure(target: Target, concurrency: int) -> Round:
+    prefilled, prefill_s = ask_all(target, concurrency, PROMPT, 1)
+    decoded, decode_s = ask_all(target, concurrency, 8, OUTPUT)
+    mixed, _ = ask_all(target, concurrency, PROMPT, OUTPUT)
+    figures = {
         "prefill_tokens_per_s": sum(one.prompt_tokens for one in prefilled) / prefill_s,
-        "decode_tokens_per_s": decode_rate(decoded[:concurrency]),
+        "decode_tokens_per_s": decode_rate(decoded),
         "answer_tokens_per_s": sum(one.output_tokens for one in decoded) / decode_s,
-        "ttft_p50_s": ttft.p50,
-        "gap_p99_s": gaps.p99,
+        "ttft_p50_s": median([one.ttft_s for one in mixed]),
     }
+    return Round(figures, [b - a for one in mixed for a, b in pairwise(one.pieces)])
+
+
+def row(server: str, concurrency: int, rounds: Sequence[Round]) -> dict[str, Any]:
+    gaps = quantiles([gap for one in rounds for gap in one.gaps], 5)
+    assert gaps
+    figures = {key: round(median([one.figures[key] for one in rounds]), 4) for key in rounds[0].figures}
+    sampled = {"gap_p50_s": gaps.p50, "gap_p99_s": gaps.p99, "gaps": sum(len(one.gaps) for one in rounds)}
+    return {"server": server, "concurrency": concurrency, **figures, **sampled, "rounds": len(rounds)}
+
+
+def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of this program to llama.cpp's server at the same concurrency."""
+    theirs = {row["concurrency"]: row for row in rows if row["server"] == PEER_NAME}
+    keys = ("prefill_tokens_per_s", "decode_tokens_per_s", "answer_tokens_per_s", "ttft_p50_s", "gap_p99_s")
+    return [
+        {
+            "server": row["server"],
+            "concurrency": row["concurrency"],
+            **{key: round(row[key] / theirs[row["concurrency"]][key], 3) for key in keys},
+        }
+        for row in rows
+        if row["server"] != PEER_NAME
+    ]
 
 
 def servers(stack: contextlib.ExitStack, threads: int, slots: int, chunk: int) -> dict[str, Target]:
@@ -118,38 +148,37 @@ def servers(stack: contextlib.ExitStack, threads: int, slots: int, chunk: int) -
     return {
         "zc-handoff-local": Target(decoder.url, headers={"x-zc-placement": "local"}, words=WORDS),
         "zc-handoff-disaggregated": Target(decoder.url, headers=moved, words=WORDS),
-        "llama-server": Target(stack.enter_context(peer(threads, slots, chunk)), words=WORDS),
+        PEER_NAME: Target(stack.enter_context(peer(threads, slots, chunk)), words=WORDS),
     }
 
 
-def run(concurrencies: Sequence[int], rounds: int, each: int, threads: int, chunk: int) -> dict[str, Any]:
+def run(concurrencies: Sequence[int], gaps: int, threads: int, chunk: int) -> dict[str, Any]:
     rows = []
     with contextlib.ExitStack() as stack:
         targets = servers(stack, threads, max(concurrencies), chunk)
         for target in targets.values():
-            ask_all(target, 1, 16, 2, 1)  # warm
+            ask_all(target, 1, 16, 2)  # warm
         for concurrency in concurrencies:
-            seen: dict[str, list[dict[str, float]]] = {name: [] for name in targets}
-            for _ in range(rounds):
+            seen: dict[str, list[Round]] = {name: [] for name in targets}
+            while min(sum(len(one.gaps) for one in many) for many in seen.values()) < gaps:
                 for name, target in targets.items():
-                    seen[name].append(measure(target, concurrency, each))
+                    seen[name].append(measure(target, concurrency))
             for name, many in seen.items():
-                figures = {key: round(median([one[key] for one in many]), 4) for key in many[0]}
-                rows.append({"server": name, "concurrency": concurrency, **figures})
+                rows.append(row(name, concurrency, many))
                 print(rows[-1], file=sys.stderr)
-    return {"rows": rows, "threads": threads, "chunk_tokens": chunk, "load": os.getloadavg()[0]}
+    machine = {"threads": threads, "chunk_tokens": chunk, "load": os.getloadavg()[0]}
+    return {"rows": rows, "ratios": ratios(rows), **machine}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--concurrency", default="1,4,8", help="comma separated")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--each", type=int, default=1, help="requests one after another, per concurrent client")
+    parser.add_argument("--gaps", type=int, default=500, help="between tokens, of each server, at least (default: 500)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--chunk-tokens", type=int, default=256, help="of an engine call, for all servers")
     args = parser.parse_args()
     concurrencies = [int(part) for part in args.concurrency.split(",")]
-    print(json.dumps(run(concurrencies, args.rounds, args.each, args.threads, args.chunk_tokens), indent=2))
+    print(json.dumps(run(concurrencies, args.gaps, args.threads, args.chunk_tokens), indent=2))
 
 
 if __name__ == "__main__":
