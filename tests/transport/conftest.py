@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 import uvloop
 
+from transport.quic_choice import built
+
 Run = Callable[[Coroutine[Any, Any, None]], None]
+
+
+@pytest.fixture(params=["tcp", "quic"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """Each in turn, for what the interface of links promises."""
+    if request.param == "quic" and not built():
+        pytest.skip("ngtcp2 is not installed")
+    return str(request.param)
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])

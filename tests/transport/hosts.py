@@ -13,11 +13,28 @@ from pathlib import Path
 from typing import Any
 
 from transport.keys import KeyStore
-from transport.link import Landing, Link
+from transport.link import Landing, Link, LinkOwner
 from transport.tcp import TcpEndpoint
-from transport.tcp_link import TcpLink, Timing
+from transport.tcp_link import Timing
 
 QUICK = Timing(ping_s=0.05, dead_s=0.5, greet_s=2.0)
+
+
+def endpoint(transport: str, keys: KeyStore, owner: LinkOwner, **options: Any) -> Any:
+    if transport == "tcp":
+        return TcpEndpoint(keys, owner, **options)
+    from transport.quic import QuicEndpoint  # not on a host without ngtcp2
+
+    return QuicEndpoint(keys, owner, **options)
+
+
+def small_steps(transport: str) -> dict[str, Any]:
+    """Options with which a page takes many steps, so that something can happen between them."""
+    if transport == "tcp":
+        return {"record_bytes": 64 << 10}
+    from transport.quic_engine import EngineOptions
+
+    return {"options": EngineOptions(window_bytes=1 << 20)}
 
 
 def mapped(size: int) -> memoryview:
@@ -96,8 +113,9 @@ class Landings:
 class Host:
     """Owner of one endpoint."""
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory: Path, name: str, transport: str = "tcp") -> None:
         self.name = name
+        self.transport = transport
         self.keys = KeyStore(directory / name)
         self.keys.new(name)
         self.landings = Landings()
@@ -105,10 +123,10 @@ class Host:
         self.messages: list[bytes] = []
         self.closed: list[str] = []
         self._changed = asyncio.Event()
-        self.endpoint: TcpEndpoint
+        self.endpoint: Any
 
-    def open(self, **options: Any) -> TcpEndpoint:
-        self.endpoint = TcpEndpoint(self.keys, self, **options)
+    def open(self, **options: Any) -> Any:
+        self.endpoint = endpoint(self.transport, self.keys, self, **options)
         return self.endpoint
 
     def trust(self, other: Host) -> None:
@@ -127,6 +145,10 @@ class Host:
         self.closed.append(reason)
         self._changed.set()
 
+    async def landed(self, count: int) -> None:
+        """So many pages. Their sender may know a little earlier."""
+        await self.until(lambda: len(self.landings.published) >= count)
+
     async def until(self, condition: Callable[[], bool], timeout_s: float = 20) -> None:
         """Wait for something this host is told, or for its threads' counters."""
         async with asyncio.timeout(timeout_s):
@@ -137,10 +159,9 @@ class Host:
 
 
 @contextlib.asynccontextmanager
-async def two_hosts(directory: Path, **options: Any) -> AsyncIterator[tuple[Host, Host, str]]:
+async def two_hosts(directory: Path, transport: str = "tcp", **options: Any) -> AsyncIterator[tuple[Host, Host, str]]:
     """(a, b, b's address): each trusts the other, b listens. Checks that closing leaves no thread behind."""
-    before = threading.active_count()
-    a, b = Host(directory, "a"), Host(directory, "b")
+    a, b = Host(directory, "a", transport), Host(directory, "b", transport)
     a.trust(b)
     b.trust(a)
     try:
@@ -151,12 +172,12 @@ async def two_hosts(directory: Path, **options: Any) -> AsyncIterator[tuple[Host
         await a.endpoint.close()
         await b.endpoint.close()
     names = [thread.name for thread in threading.enumerate() if thread.name.startswith("zc-")]
-    assert not names, (before, names)
+    assert not names, names
 
 
 @contextlib.asynccontextmanager
-async def linked(directory: Path, **options: Any) -> AsyncIterator[tuple[Host, Host, TcpLink]]:
-    async with two_hosts(directory, **options) as (a, b, address):
+async def linked(directory: Path, transport: str = "tcp", **options: Any) -> AsyncIterator[tuple[Host, Host, Any]]:
+    async with two_hosts(directory, transport, **options) as (a, b, address):
         link = await a.endpoint.connect("b", address)
         await b.until(lambda: bool(b.links))
         yield a, b, link

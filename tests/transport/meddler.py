@@ -125,7 +125,7 @@ class Meddler:
     then_refuse: bool = False
     bulk: int = 0  # bulk connections seen
     sent: list[bytes] = field(default_factory=list)  # what the first one carried towards the target, as forwarded
-    black_hole: bool = False  # nothing passes any more, nothing is closed
+    paused: bool = False  # nothing passes, nothing is closed
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
     _bulk_writers: list[asyncio.StreamWriter] = field(default_factory=list)
 
@@ -184,8 +184,8 @@ class Meddler:
     async def _forward(self, pieces: Pieces, writer: asyncio.StreamWriter, keep: list[bytes] | None) -> None:
         with contextlib.suppress(ConnectionError):
             async for piece in pieces:
-                if self.black_hole:
-                    await asyncio.sleep(3600)
+                while self.paused:
+                    await asyncio.sleep(0.01)
                 if keep is not None:
                     keep.append(piece)
                 writer.write(piece)

@@ -27,15 +27,15 @@ def _hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.transport.hosts.Host", Probed)
 
 
-def test_a_probe_gives_round_trip_and_bandwidth_and_leaves_nothing(tmp_path: Path, run: Run) -> None:
+def test_a_probe_gives_round_trip_and_bandwidth_and_leaves_nothing(tmp_path: Path, run: Run, transport: str) -> None:
     """T5."""
 
     async def scenario() -> None:
-        async with linked(tmp_path) as (_a, b, link):
+        async with linked(tmp_path, transport) as (_a, b, link):
             reading = await measure(link)
             assert reading is not None
-            assert 0 < reading.rtt_s < 1
-            assert reading.bandwidth_bps > 1e8
+            assert 0 < reading.rtt_s < 5
+            assert reading.bandwidth_bps > 1e6
             assert link.stats.page_bytes_sent <= MAX_BYTES
             assert b.landings.claimed == b.landings.published == []
 
@@ -43,7 +43,7 @@ def test_a_probe_gives_round_trip_and_bandwidth_and_leaves_nothing(tmp_path: Pat
 
 
 def test_a_slow_link_is_measured_within_the_bound_of_time(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Run, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The peer's receiver is held up: what is still on its way then is called back, and the link stays usable."""
     monkeypatch.setattr(probe, "MAX_S", 0.3)
@@ -57,7 +57,7 @@ def test_a_slow_link_is_measured_within_the_bound_of_time(
     monkeypatch.setattr(ProbeSink, "claim", slowly)
 
     async def scenario() -> None:
-        async with linked(tmp_path) as (_a, b, link):
+        async with linked(tmp_path, transport) as (_a, b, link):
             reading = await measure(link)
             assert reading is not None
             assert reading.bandwidth_bps < 2 * 8 * MAX_PAGE / 0.05
@@ -69,11 +69,11 @@ def test_a_slow_link_is_measured_within_the_bound_of_time(
     run(scenario())
 
 
-def test_a_probe_ends_when_the_link_is_wanted(tmp_path: Path, run: Run) -> None:
+def test_a_probe_ends_when_the_link_is_wanted(tmp_path: Path, run: Run, transport: str) -> None:
     """Never while a handoff runs over it."""
 
     async def scenario() -> None:
-        async with linked(tmp_path) as (_a, _b, link):
+        async with linked(tmp_path, transport) as (_a, _b, link):
             looks = 0
 
             def wanted() -> bool:
@@ -88,9 +88,9 @@ def test_a_probe_ends_when_the_link_is_wanted(tmp_path: Path, run: Run) -> None:
     run(scenario())
 
 
-def test_real_pages_go_to_their_own_sink_beside_a_probe(tmp_path: Path, run: Run) -> None:
+def test_real_pages_go_to_their_own_sink_beside_a_probe(tmp_path: Path, run: Run, transport: str) -> None:
     async def scenario() -> None:
-        async with linked(tmp_path) as (_a, b, link):
+        async with linked(tmp_path, transport) as (_a, b, link):
             probing = asyncio.create_task(measure(link))
             for number in range(8):
                 await link.send_page(b"page %d" % number, pattern(200_000, number))
@@ -101,11 +101,11 @@ def test_real_pages_go_to_their_own_sink_beside_a_probe(tmp_path: Path, run: Run
     run(scenario())
 
 
-def test_a_probe_page_above_its_bound_closes_the_link(tmp_path: Path, run: Run) -> None:
+def test_a_probe_page_above_its_bound_closes_the_link(tmp_path: Path, run: Run, transport: str) -> None:
     """The scratch page is all the memory that probes may have."""
 
     async def scenario() -> None:
-        async with linked(tmp_path) as (a, _b, link):
+        async with linked(tmp_path, transport) as (a, _b, link):
             with pytest.raises(LinkError):
                 await link.send_page(HEADER, pattern(MAX_PAGE + 1))
             await a.until(lambda: bool(a.closed))
@@ -113,12 +113,14 @@ def test_a_probe_page_above_its_bound_closes_the_link(tmp_path: Path, run: Run) 
     run(scenario())
 
 
-def test_a_link_that_falls_fails_the_probe(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_falls_fails_the_probe(
+    tmp_path: Path, run: Run, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(probe, "MAX_BYTES", 1 << 40)
     monkeypatch.setattr(probe, "MAX_S", 10.0)
 
     async def scenario() -> None:
-        async with two_hosts(tmp_path, timing=QUICK) as (a, b, address):
+        async with two_hosts(tmp_path, transport, timing=QUICK) as (a, b, address):
             link = await a.endpoint.connect("b", address)
             probing = asyncio.create_task(measure(link))
             await a.until(lambda: link.stats.page_bytes_sent > 0)

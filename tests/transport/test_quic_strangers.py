@@ -1,4 +1,5 @@
-"""Who may not talk over QUIC, and what it costs this host when they try (X1, X2): keys, addresses, replays, junk."""
+"""What strangers may send to a QUIC port, and what it costs this host (X1, X2): addresses, replays, junk. Keys are in
+`test_strangers`."""
 
 from __future__ import annotations
 
@@ -17,8 +18,7 @@ from transport.quic_engine import EngineOptions
 from transport.tcp_link import Timing
 
 from .conftest import Run
-from .hosts import pattern
-from .quic_hosts import QuicHost, two_hosts
+from .hosts import Host, pattern, two_hosts
 from .udp_relay import relay
 
 SHORT = Timing(ping_s=0.1, dead_s=2.0, greet_s=0.6)
@@ -29,7 +29,7 @@ def _pair(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _retried(host: QuicHost) -> int:
+def _retried(host: Host) -> int:
     return counts(host.endpoint)["retries_sent"]
 
 
@@ -37,92 +37,11 @@ def counts(endpoint: QuicEndpoint) -> dict[str, int]:
     return endpoint.engine.counts()
 
 
-def test_a_client_whose_key_is_not_trusted_is_refused_before_anything_is_known_of_it(run: Run, tmp_path: Path) -> None:
-    async def work() -> None:
-        async with two_hosts(tmp_path) as (_, b, address):
-            mallory = QuicHost(tmp_path, "mallory")
-            mallory.trust(b)  # it knows b's key; b does not know its
-            mallory.open()
-            with pytest.raises(LinkError, match="is this host's key trusted there") as caught:
-                await mallory.endpoint.connect("b", address)
-            assert caught.value.reason == "refused"
-            assert not b.links and not mallory.links and not b.endpoint._connections
-            await mallory.endpoint.close()
-
-    run(work())
-
-
-def test_a_server_whose_key_is_not_the_one_trusted_is_refused_by_the_client(run: Run, tmp_path: Path) -> None:
-    async def work() -> None:
-        async with two_hosts(tmp_path) as (a, b, _):
-            mallory = QuicHost(tmp_path, "mallory")
-            mallory.trust(a)  # it would accept a; a takes it for b
-            mallory.open()
-            address = await mallory.endpoint.listen("127.0.0.1:0")
-            with pytest.raises(LinkError, match="compare") as caught:
-                await a.endpoint.connect("b", address)
-            assert caught.value.reason == "wrong-key"
-            assert not a.links and not mallory.links and not b.links
-            await mallory.endpoint.close()
-
-    run(work())
-
-
-def test_a_trusted_peer_in_another_peers_place_is_refused(run: Run, tmp_path: Path) -> None:
-    """That c's key is trusted does not make c b."""
-
-    async def work() -> None:
-        async with two_hosts(tmp_path) as (a, _, _address):
-            c = QuicHost(tmp_path, "c")
-            c.trust(a)
-            a.trust(c)
-            c.open()
-            address = await c.endpoint.listen("127.0.0.1:0")
-            with pytest.raises(LinkError) as caught:
-                await a.endpoint.connect("b", address)
-            assert caught.value.reason == "wrong-key" and not a.links and not c.links
-            await c.endpoint.close()
-
-    run(work())
-
-
-def test_trust_given_and_taken_while_running_counts_at_once(run: Run, tmp_path: Path) -> None:
-    async def work() -> None:
-        async with two_hosts(tmp_path) as (_, b, address):
-            c = QuicHost(tmp_path, "c")
-            c.trust(b)
-            c.open()
-            with pytest.raises(LinkError):
-                await c.endpoint.connect("b", address)
-            b.trust(c)
-            link = await c.endpoint.connect("b", address)
-            assert b.links[-1].peer == "c"
-            b.keys.forget("c")
-            await link.send_page(b"still", pattern(1000))  # links already open stay
-            with pytest.raises(LinkError):
-                await c.endpoint.connect("b", address)
-            await c.endpoint.close()
-
-    run(work())
-
-
-def test_an_unknown_peer_is_not_dialled_at_all(run: Run, tmp_path: Path) -> None:
-    async def work() -> None:
-        async with two_hosts(tmp_path) as (a, b, address):
-            with pytest.raises(LinkError) as caught:
-                await a.endpoint.connect("nobody", address)
-            assert caught.value.reason == "unknown-peer"
-            await asyncio.sleep(0.05)
-            assert counts(b.endpoint)["datagrams_received"] == 0
-
-    run(work())
-
-
 def test_an_address_that_proved_nothing_gets_one_small_datagram_and_no_memory(run: Run, tmp_path: Path) -> None:
     """A spoofed address must neither cost memory here nor be flooded by us."""
 
     async def work() -> None:
-        async with two_hosts(tmp_path) as (a, b, address), relay(address) as path:
+        async with two_hosts(tmp_path, "quic") as (a, b, address), relay(address) as path:
             await a.endpoint.connect("b", path.address)
             first = next(data for way, data in path.kept if way == "up")
             before = counts(b.endpoint)
@@ -140,7 +59,7 @@ def test_an_address_that_proved_nothing_gets_one_small_datagram_and_no_memory(ru
 
 def test_a_token_of_another_address_opens_nothing(run: Run, tmp_path: Path) -> None:
     async def work() -> None:
-        async with two_hosts(tmp_path, timing=SHORT) as (a, b, address), relay(address) as path:
+        async with two_hosts(tmp_path, "quic", timing=SHORT) as (a, b, address), relay(address) as path:
             passes = path.fate
             path.fate = lambda way, data: passes(way, data) if way == "down" or _retried(b) == 0 else []  # type: ignore[method-assign]
             with pytest.raises(LinkError) as caught:
@@ -160,7 +79,7 @@ def test_a_token_of_another_address_opens_nothing(run: Run, tmp_path: Path) -> N
 
 def test_replaying_a_whole_connection_changes_nothing_during_it_or_after(run: Run, tmp_path: Path) -> None:
     async def work() -> None:
-        async with two_hosts(tmp_path, timing=SHORT) as (a, b, address), relay(address) as path:
+        async with two_hosts(tmp_path, "quic", timing=SHORT) as (a, b, address), relay(address) as path:
             link = await a.endpoint.connect("b", path.address)
             link.send(b"once")
             await link.send_page(b"page", pattern(300_000))
@@ -186,7 +105,7 @@ def test_replaying_a_whole_connection_changes_nothing_during_it_or_after(run: Ru
 def test_handshakes_that_never_end_are_bounded_and_over_in_time(run: Run, tmp_path: Path) -> None:
     async def work() -> None:
         options = EngineOptions(greet_s=0.5, max_greeting=4)
-        async with two_hosts(tmp_path, timing=SHORT) as (a, b, _):
+        async with two_hosts(tmp_path, "quic", timing=SHORT) as (a, b, _):
             await b.endpoint.close()
             address = await b.open(options=options).listen("127.0.0.1:0")
             async with relay(address) as path:
@@ -205,7 +124,7 @@ def test_handshakes_that_never_end_are_bounded_and_over_in_time(run: Run, tmp_pa
 
 def test_junk_of_every_size_is_ignored_while_pages_flow(run: Run, tmp_path: Path) -> None:
     async def work() -> None:
-        async with two_hosts(tmp_path) as (a, b, address):
+        async with two_hosts(tmp_path, "quic") as (a, b, address):
             link = await a.endpoint.connect("b", address)
             sending = asyncio.gather(*(link.send_page(b"%d" % i, pattern(1 << 20, i)) for i in range(20)))
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
