@@ -248,9 +248,10 @@ class QuicLink:
         if why == lib.QUIC_CLOSED_GONE and self._greeted:
             return LinkError("connection-lost", f"{self.peer} has ended: nothing listens at its address any more")
         if why == lib.QUIC_CLOSED_GONE:
-            return LinkError("unreachable", f"{self.peer} does not listen there: is its daemon running?")
+            return LinkError("unreachable", f"{self.peer} cannot be reached (nothing listens there): is its daemon running?")
         if why == lib.QUIC_CLOSED_NO_ANSWER:
-            return LinkError("unreachable", f"{self.peer} did not answer: is its daemon running, and UDP let through?")
+            hint = "is its daemon running, and UDP let through?"
+            return LinkError("unreachable", f"{self.peer} cannot be reached (no answer): {hint}")
         if why == lib.QUIC_CLOSED_HERE:
             return LinkError(reason, f"the link to {self.peer} was closed here: {reason}")
         return malformed(f"{self.peer} broke the link's rules ({reason or f'QUIC error {code:#x}'})")

@@ -113,7 +113,8 @@ class Stage:
 
     async def asked(self) -> None:
         """PREFILL has come; RESERVE goes back."""
-        prefill = await self.prefiller.hear(Prefill)
+        await until(lambda: self.id in [prefill.handoff_id for prefill in self.prefiller.all(Prefill)])
+        prefill = self.prefiller.all(Prefill)[-1]  # one of an earlier handoff may have come late
         self.machine = SourceHandoff(prefill, FACTS.identity, SCHEMA, largest_page=LARGEST, now=time.monotonic())
 
     def say(self, *actions: Any) -> None:

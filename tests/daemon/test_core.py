@@ -93,6 +93,7 @@ def test_an_engine_that_cannot_start_says_why_in_the_status() -> None:
     run(scenario())
 
 
+@pytest.mark.usefixtures("transport")
 def test_a_host_that_only_prefills_needs_a_decode_peer_to_serve(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(role="prefill") as core:
@@ -116,6 +117,7 @@ def test_a_proof_is_refused_unless_the_daemon_allows_it() -> None:
     run(scenario())
 
 
+@pytest.mark.usefixtures("transport")
 def test_a_host_that_stops_refuses_what_is_new(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(role="prefill") as core, greeted(tmp_path, core) as peer:
@@ -128,6 +130,7 @@ def test_a_host_that_stops_refuses_what_is_new(tmp_path: Path) -> None:
     run(scenario())
 
 
+@pytest.mark.usefixtures("transport")
 def test_a_host_that_drains_takes_nothing_new_and_ends_what_runs(tmp_path: Path) -> None:
     """Q2: its peers know it at once."""
 
@@ -151,6 +154,7 @@ def test_a_host_that_drains_takes_nothing_new_and_ends_what_runs(tmp_path: Path)
     run(scenario())
 
 
+@pytest.mark.usefixtures("transport")
 def test_a_host_prefills_only_if_that_is_its_role(tmp_path: Path) -> None:
     """H9."""
 
@@ -164,6 +168,7 @@ def test_a_host_prefills_only_if_that_is_its_role(tmp_path: Path) -> None:
     run(scenario())
 
 
+@pytest.mark.usefixtures("transport")
 def test_a_prompt_of_a_peer_becomes_a_handoff_until_its_link_falls(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(role="prefill") as core:
@@ -180,6 +185,7 @@ def test_a_prompt_of_a_peer_becomes_a_handoff_until_its_link_falls(tmp_path: Pat
     run(scenario())
 
 
+@pytest.mark.usefixtures("transport")
 def test_a_replayed_prompt_closes_the_link(tmp_path: Path) -> None:
     """X7."""
 
@@ -194,6 +200,7 @@ def test_a_replayed_prompt_closes_the_link(tmp_path: Path) -> None:
     run(scenario())
 
 
+@pytest.mark.usefixtures("transport")
 def test_a_page_of_no_handoff_is_dropped_and_counted(tmp_path: Path) -> None:
     """Invariant: late frames of a dead epoch are dropped and counted."""
 
@@ -210,6 +217,7 @@ def test_a_page_of_no_handoff_is_dropped_and_counted(tmp_path: Path) -> None:
     run(scenario())
 
 
+@pytest.mark.usefixtures("transport")
 def test_a_page_header_that_cannot_be_read_closes_the_link(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(role="decode") as core, greeted(tmp_path, core) as peer:
@@ -219,6 +227,7 @@ def test_a_page_header_that_cannot_be_read_closes_the_link(tmp_path: Path) -> No
     run(scenario())
 
 
+@pytest.mark.usefixtures("transport")
 def test_messages_of_unknown_handoffs_are_dropped(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(role="prefill+decode") as core, greeted(tmp_path, core) as peer:
@@ -231,6 +240,7 @@ def test_messages_of_unknown_handoffs_are_dropped(tmp_path: Path) -> None:
     run(scenario())
 
 
+@pytest.mark.usefixtures("transport")
 def test_peers_hear_when_the_engine_comes_and_goes(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(role="decode") as core, greeted(tmp_path, core) as peer:
@@ -254,6 +264,7 @@ def test_a_host_remembers_only_its_last_handoffs() -> None:
     run(scenario())
 
 
+@pytest.mark.usefixtures("transport")
 def test_metrics_can_be_read_at_any_time(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(role="prefill") as core:

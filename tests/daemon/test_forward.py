@@ -19,6 +19,8 @@ from zerocopy.daemon.requests import Delta, Event, Finished, GenerationRequest, 
 from zerocopy.handoff.messages import CancelGenerate, Generate, GenerateEnd, GenerateEvent, decode, encode
 from zerocopy.worker.sampling import Sampling
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 STARTED = Started(placement="disaggregated", prefiller="p", fallback_reason=None, prompt_tokens=5)
 FINISHED = Finished(reason="stop", prompt_tokens=5, completion_tokens=2, timings={"prompt_n": 5}, proof={"tokens": "x"})
 ANSWER = (STARTED, Delta("Grüße ", 1), Delta("🙂", 1), FINISHED)

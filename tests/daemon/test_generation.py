@@ -399,6 +399,7 @@ def test_without_a_prefiller_a_request_that_may_not_fall_back_is_refused() -> No
     run(scenario())
 
 
+@pytest.mark.usefixtures("transport")
 def test_a_handoff_that_fails_falls_back_and_nothing_of_it_is_left(tmp_path: Path) -> None:
     """G8."""
 
@@ -421,6 +422,7 @@ def test_a_handoff_that_fails_falls_back_and_nothing_of_it_is_left(tmp_path: Pat
     run(scenario())
 
 
+@pytest.mark.usefixtures("transport")
 def test_a_handoff_that_fails_is_an_error_where_fallback_is_denied(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with connected(tmp_path) as (one, prefiller):
@@ -435,6 +437,7 @@ def test_a_handoff_that_fails_is_an_error_where_fallback_is_denied(tmp_path: Pat
     run(scenario())
 
 
+@pytest.mark.usefixtures("transport")
 def test_a_client_that_goes_during_a_handoff_ends_it_on_both_hosts(tmp_path: Path) -> None:
     """H7."""
 
@@ -453,6 +456,7 @@ def test_a_client_that_goes_during_a_handoff_ends_it_on_both_hosts(tmp_path: Pat
     run(scenario())
 
 
+@pytest.mark.usefixtures("transport")
 def test_a_handoff_ends_with_the_request_it_is_for(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with connected(tmp_path, request_s=0.2) as (one, prefiller):
@@ -463,6 +467,7 @@ def test_a_handoff_ends_with_the_request_it_is_for(tmp_path: Path) -> None:
     run(scenario())
 
 
+@pytest.mark.usefixtures("transport")
 def test_two_handoffs_have_two_ids_and_growing_epochs(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with connected(tmp_path) as (one, prefiller):

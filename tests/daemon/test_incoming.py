@@ -29,6 +29,8 @@ from zerocopy.handoff.messages import (
 )
 from zerocopy.worker import protocol as p
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 # -- the whole way
 
 

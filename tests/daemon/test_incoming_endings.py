@@ -17,6 +17,8 @@ from zerocopy.handoff.messages import (
 )
 from zerocopy.worker import protocol as p
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 Reach = Callable[[Stage], Awaitable[None]]
 
 

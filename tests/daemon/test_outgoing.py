@@ -27,6 +27,8 @@ from zerocopy.handoff.messages import (
 )
 from zerocopy.worker import protocol as p
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 # -- the whole way
 
 
@@ -67,6 +69,7 @@ def test_the_manifest_counts_what_was_sent_and_brings_the_sources_figures(tmp_pa
     run(scenario())
 
 
+@pytest.mark.parametrize("transport", ["tcp"], indirect=True)  # a sink that waits stops a whole QUIC endpoint
 def test_a_commit_that_overtakes_the_acknowledgements_of_its_pages_waits_for_them(tmp_path: Path) -> None:
     """They are no pages to cancel: the decoder has them."""
 

@@ -18,6 +18,8 @@ from zerocopy.handoff.messages import (
 )
 from zerocopy.worker import protocol as p
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 End = Callable[[Stage], Awaitable[None]]
 
 

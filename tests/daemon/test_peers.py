@@ -12,12 +12,13 @@ import pytest
 from tests.daemon.wires import Peer, Refuses, endpoint, joined, keys, run, until
 from transport.keys import KeyStore
 from transport.link import Link, PageSink
-from transport.tcp import TcpEndpoint
 from zerocopy.daemon import paths
 from zerocopy.daemon import peers as module
 from zerocopy.daemon.peers import Peers
 from zerocopy.handoff.components import Identity
 from zerocopy.handoff.messages import Abort, AnyMessage, Hello, encode
+
+pytestmark = pytest.mark.usefixtures("transport")
 
 IDENTITY = Identity("m", "t", "llama", "f16/f16", "on", "e", "s", "x")
 ABORT = Abort(handoff_id=b"h" * 16, epoch=0, reason="cancelled", message="")
@@ -47,7 +48,7 @@ class Node:
         self.opened = 0
         self.busy_links: set[Link] = set()
         self.peers = Peers(addresses or {}, lambda: self.hello, self)
-        self.endpoint: TcpEndpoint = endpoint(store, self.peers)
+        self.endpoint = endpoint(store, self.peers)
         self._dialling: asyncio.Task[None] | None = None
 
     def dial(self) -> None:

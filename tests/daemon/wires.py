@@ -1,4 +1,5 @@
-"""Hosts joined by real TCP links on loopback, for tests of what the daemon does with links."""
+"""Hosts joined by real links on loopback, for tests of what the daemon does with links: over `transport`, which the
+fixture of that name sets."""
 
 from __future__ import annotations
 
@@ -10,15 +11,17 @@ from typing import Any
 
 import uvloop
 
+from tests.transport import hosts
 from transport.keys import KeyStore
 from transport.link import Link, LinkOwner, PageSink
-from transport.tcp import TcpEndpoint
 from transport.tcp_link import Timing
 from zerocopy.handoff.messages import AnyMessage, decode, encode
 
 QUICK = Timing(ping_s=0.1, dead_s=1.0, greet_s=2.0)
 TIMEOUT_S = 10.0
 SCENARIO_S = 60.0
+
+transport = "tcp"
 
 
 def keys(folder: Path, *names: str) -> dict[str, KeyStore]:
@@ -33,8 +36,8 @@ def keys(folder: Path, *names: str) -> dict[str, KeyStore]:
     return stores
 
 
-def endpoint(store: KeyStore, owner: LinkOwner) -> TcpEndpoint:
-    return TcpEndpoint(store, owner, streams=1, timing=QUICK)
+def endpoint(store: KeyStore, owner: LinkOwner) -> Any:
+    return hosts.endpoint(transport, store, owner, timing=QUICK)
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
