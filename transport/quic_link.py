@@ -247,11 +247,10 @@ class QuicLink:
             return LinkError("connection-lost", f"{self.peer} has restarted and does not know this link any more")
         if why == lib.QUIC_CLOSED_GONE and self._greeted:
             return LinkError("connection-lost", f"{self.peer} has ended: nothing listens at its address any more")
-        if why == lib.QUIC_CLOSED_GONE:
-            return LinkError("unreachable", f"{self.peer} cannot be reached (nothing listens there): is its daemon running?")
-        if why == lib.QUIC_CLOSED_NO_ANSWER:
+        if why in (lib.QUIC_CLOSED_GONE, lib.QUIC_CLOSED_NO_ANSWER):
+            found = "nothing listens there" if why == lib.QUIC_CLOSED_GONE else "no answer"
             hint = "is its daemon running, and UDP let through?"
-            return LinkError("unreachable", f"{self.peer} cannot be reached (no answer): {hint}")
+            return LinkError("unreachable", f"{self.peer} cannot be reached ({found}): {hint}")
         if why == lib.QUIC_CLOSED_HERE:
             return LinkError(reason, f"the link to {self.peer} was closed here: {reason}")
         return malformed(f"{self.peer} broke the link's rules ({reason or f'QUIC error {code:#x}'})")
