@@ -224,8 +224,10 @@ void quic_link_end(quic_link *link, int why, uint64_t now) {
     code = error.error_code;
     if (error.type != NGTCP2_CCERR_TYPE_APPLICATION) why = QUIC_CLOSED_REFUSED;
     snprintf(link->reason, sizeof link->reason, "%.*s", (int)error.reasonlen, (const char *)error.reason);
-  } else if (why == QUIC_CLOSED_HERE || why == QUIC_CLOSED_PROTOCOL) {
+  } else if (why == QUIC_CLOSED_HERE || why == QUIC_CLOSED_PROTOCOL || why == QUIC_CLOSED_SILENT) {
     if (why == QUIC_CLOSED_PROTOCOL) snprintf(link->reason, sizeof link->reason, "%s", link->fault);
+    /* One that only stood still, or whose path did, learns of it as soon as it goes on. */
+    if (why == QUIC_CLOSED_SILENT) snprintf(link->reason, sizeof link->reason, "peer-unresponsive");
     ngtcp2_ccerr_set_application_error(&error, QUIC_CODE_CLOSED, (const uint8_t *)link->reason, strlen(link->reason));
     write_close(link, &error, now);
   } else if (why == QUIC_CLOSED_UNTRUSTED || why == QUIC_CLOSED_REFUSED) {

@@ -88,7 +88,7 @@ from transport.keys import KeyStore
 class Owner:
     def link_opened(self, link): return Landings()
     def link_message(self, link, message): link.send(message)
-    def link_closed(self, link, reason): pass
+    def link_closed(self, link, reason): print(reason, flush=True)
 
 async def main(transport, keys, address):
     print(await endpoint(transport, KeyStore(Path(keys)), Owner()).listen(address), flush=True)
@@ -118,7 +118,7 @@ def _pair(directory: Path, transport: str, timing: Timing) -> tuple[Host, Host]:
     return a, b
 
 
-def test_a_stopped_process_is_noticed_and_a_restarted_one_reached_again(
+def test_a_stopped_process_is_given_up_and_hears_of_it_and_a_restarted_one_is_reached_again(
     run: Run, tmp_path: Path, transport: str
 ) -> None:
     async def work() -> None:
@@ -130,6 +130,10 @@ def test_a_stopped_process_is_noticed_and_a_restarted_one_reached_again(
             with pytest.raises(LinkError, match="silent"):
                 await link.send_page(b"big", pattern(64 * MIB))
             await a.until(lambda: a.closed == ["peer-unresponsive"])
+            os.kill(child.pid, signal.SIGCONT)
+            assert child.stdout is not None
+            heard = await asyncio.to_thread(child.stdout.readline)
+            assert heard.strip() in ("connection-lost", "peer-closed/peer-unresponsive"), "it had to find out itself"
         with process(b, address):
             link = await a.endpoint.connect("b", address)
             await link.send_page(b"page", pattern(MIB))

@@ -25,9 +25,14 @@ async def third(directory: Path, transport: str) -> AsyncIterator[tuple[Host, st
         await c.endpoint.close()
 
 
-def test_a_client_whose_key_is_not_trusted_is_refused_by_the_server(run: Run, tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize("others", [True, False], ids=["others-trusted", "nobody-trusted"])
+def test_a_client_whose_key_is_not_trusted_is_refused_by_the_server(
+    run: Run, tmp_path: Path, transport: str, others: bool
+) -> None:
     async def work() -> None:
         async with two_hosts(tmp_path, transport) as (_, b, address), third(tmp_path, transport) as (c, _):
+            if not others:
+                b.keys.forget("a")  # an empty table must not mean everybody
             c.trust(b)  # it knows b's key; b does not know its
             with pytest.raises(LinkError, match="is this host's key trusted there") as caught:
                 await c.endpoint.connect("b", address)
