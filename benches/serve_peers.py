@@ -5,8 +5,9 @@ prompts handed over from a second host on this machine, and the server inside th
 same requests at the same concurrency, in rounds that alternate between them. Prompts alone give the prefill rate,
 answers to short prompts the decode rate, both together first-token times and gaps. Rates and first-token times are
 medians of the rounds; the gaps of all rounds are one sample, of which p99 is taken. Rounds go on until each server has
-`--gaps` of them: a p99 of fewer than a hundred is their largest, that of 500 has five above it. A round takes 15, 40
-and 75 s at concurrency 1, 4 and 8 on two cores, and 11, 3 and 2 of them are needed.
+`--gaps` of them: a p99 of fewer than a hundred is their largest, that of 500 has five above it; and three at least, for
+the median of two is the worse one. A round takes 10, 40 and 75 s at concurrency 1, 4 and 8 on two cores, and 11, 3 and
+3 of them are needed.
 Owns the servers' processes and a folder for their keys.
 """
 
@@ -34,6 +35,7 @@ PROMPT: Final = 384
 OUTPUT: Final = 48
 WORDS: Final = 40_000  # below SmolLM2's vocabulary
 N_CTX: Final = 1024
+ROUNDS: Final = 3  # at least
 PEER_NAME: Final = "llama-server"
 
 PEER: Final = """
@@ -110,6 +112,10 @@ def measure(target: Target, concurrency: int) -> Round:
     return Round(figures, [b - a for one in mixed for a, b in pairwise(one.pieces)])
 
 
+def enough(rounds: Sequence[Round], gaps: int) -> bool:
+    return len(rounds) >= ROUNDS and sum(len(one.gaps) for one in rounds) >= gaps
+
+
 def row(server: str, concurrency: int, rounds: Sequence[Round]) -> dict[str, Any]:
     gaps = quantiles([gap for one in rounds for gap in one.gaps], 5)
     assert gaps
@@ -160,9 +166,10 @@ def run(concurrencies: Sequence[int], gaps: int, threads: int, chunk: int) -> di
             ask_all(target, 1, 16, 2)  # warm
         for concurrency in concurrencies:
             seen: dict[str, list[Round]] = {name: [] for name in targets}
-            while min(sum(len(one.gaps) for one in many) for many in seen.values()) < gaps:
+            while not all(enough(many, gaps) for many in seen.values()):
                 for name, target in targets.items():
                     seen[name].append(measure(target, concurrency))
+                    print(f"{name} {seen[name][-1].figures}", file=sys.stderr)
             for name, many in seen.items():
                 rows.append(row(name, concurrency, many))
                 print(rows[-1], file=sys.stderr)
