@@ -64,3 +64,17 @@ def test_the_largest_datagram_of_the_path_is_found(run: Run, tmp_path: Path) -> 
             await a.until(lambda: link.stats.datagram_bytes > 1400)
 
     run(work())
+
+
+def test_nothing_is_kept_of_a_link_that_ended(run: Run, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with linked(tmp_path, "quic") as (a, b, link):
+            await link.send_page(b"page", pattern(10))
+            link.close("done")
+            await b.until(lambda: bool(a.closed and b.closed))
+            for host in (a, b):
+                end = host.endpoint
+                await host.until(lambda end=end: end.engine.counts()["links"] == 0)  # type: ignore[misc]
+                assert not (end._links or end._connections or end._peers or end._receiving)
+
+    run(work())
