@@ -17,7 +17,7 @@ from transport.link import Link, LinkOwner, PageSink
 from transport.tcp_link import Timing
 from zerocopy.handoff.messages import AnyMessage, decode, encode
 
-QUICK = Timing(ping_s=0.1, dead_s=1.0, greet_s=2.0)
+QUICK = Timing(ping_s=0.1, greet_s=2.0)
 TIMEOUT_S = 10.0
 SCENARIO_S = 60.0
 

@@ -139,7 +139,7 @@ def test_a_slow_stranger_is_cut_off_at_the_deadline_however_it_dribbles(run: Run
 
 def test_a_client_without_a_certificate_is_refused(run: Run, tmp_path: Path) -> None:
     async def work() -> None:
-        async with two_hosts(tmp_path, timing=BRISK) as (_, b, address):
+        async with two_hosts(tmp_path) as (_, b, address):
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
             host, port = address.rsplit(":", 1)
@@ -156,7 +156,7 @@ def test_a_client_without_a_certificate_is_refused(run: Run, tmp_path: Path) -> 
 
 def test_older_tls_is_refused(run: Run, tmp_path: Path) -> None:
     async def work() -> None:
-        async with two_hosts(tmp_path, timing=BRISK) as (a, b, address):
+        async with two_hosts(tmp_path) as (a, b, address):
             context = a.keys.client_context("b")
             context.minimum_version, context.maximum_version = ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2
             host, port = address.rsplit(":", 1)
@@ -186,17 +186,17 @@ class _Credulous(KeyStore):
 @pytest.mark.parametrize("fooled", ["server", "client"])
 def test_a_key_outside_the_table_is_refused_even_if_tls_let_it_in(run: Run, tmp_path: Path, fooled: str) -> None:
     async def work() -> None:
-        async with two_hosts(tmp_path, timing=BRISK) as (a, b, address):
+        async with two_hosts(tmp_path) as (a, b, address):
             c = Host(tmp_path, "c")
             (b if fooled == "server" else a).keys.__class__ = _Credulous
             _Credulous.also = c.keys.show()[0]
             if fooled == "server":
                 c.trust(b)
                 caller, wanted = c, "b"
-                c.open(timing=BRISK)
+                c.open()
             else:
                 c.trust(a)
-                address = await c.open(timing=BRISK).listen("127.0.0.1:0")
+                address = await c.open().listen("127.0.0.1:0")
                 caller, wanted = a, "b"
             with pytest.raises(LinkError) as caught:
                 await caller.endpoint.connect(wanted, address)
@@ -209,9 +209,9 @@ def test_a_key_outside_the_table_is_refused_even_if_tls_let_it_in(run: Run, tmp_
 
 def test_the_servers_certificate_tells_a_stranger_nothing(run: Run, tmp_path: Path) -> None:
     async def work() -> None:
-        async with two_hosts(tmp_path, timing=BRISK) as (_, b, address):
+        async with two_hosts(tmp_path) as (_, b, address):
             host, port = address.rsplit(":", 1)
-            pem = await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)), timeout=2)
+            pem = await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)), timeout=20)
             assert pem == b.keys.show()[0]
             der = ssl.PEM_cert_to_DER_cert(pem)
             assert socket.gethostname().encode() not in der and b"127.0.0.1" not in der
@@ -231,7 +231,7 @@ def test_an_authenticated_peer_of_another_version_is_told_so(
     run: Run, tmp_path: Path, first: bytes, reason: str
 ) -> None:
     async def work() -> None:
-        async with two_hosts(tmp_path, timing=BRISK) as (a, b, address):
+        async with two_hosts(tmp_path) as (a, b, address):
             host, port = address.rsplit(":", 1)
             context = a.keys.client_context("b")
             reader, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname="x")
@@ -271,7 +271,7 @@ def test_an_authenticated_peer_that_breaks_the_protocol_is_closed_by_name(
     run: Run, tmp_path: Path, frames: list[bytes]
 ) -> None:
     async def work() -> None:
-        async with two_hosts(tmp_path, timing=BRISK) as (a, b, address):
+        async with two_hosts(tmp_path) as (a, b, address):
             host, port = address.rsplit(":", 1)
             context = a.keys.client_context("b")
             _, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname="x")
@@ -286,7 +286,7 @@ def test_an_authenticated_peer_that_breaks_the_protocol_is_closed_by_name(
 
 def test_streams_announced_and_never_opened_do_not_add_up(run: Run, tmp_path: Path) -> None:
     async def work() -> None:
-        async with two_hosts(tmp_path, timing=BRISK) as (a, b, address):
+        async with two_hosts(tmp_path) as (a, b, address):
             host, port = address.rsplit(":", 1)
             context = a.keys.client_context("b")
             _, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname="x")
