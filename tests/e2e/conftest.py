@@ -1,7 +1,6 @@
 """Tiny models once per session, one pair of hosts that all share, a cache of file digests that is not the user's.
 
-What depends on `transport` runs over TCP, and what is marked `both_transports` over QUIC too: every kind of test is,
-where it is cheap. `TEST_TRANSPORTS=quic` in the environment runs all of them over QUIC.
+What depends on `transport` runs over both; `TEST_TRANSPORTS=quic` in the environment leaves one of them.
 """
 
 from __future__ import annotations
@@ -23,21 +22,7 @@ ModelFile = Callable[..., Path]
 StartPair = Callable[..., Any]
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "both_transports: runs over QUIC too")
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    chosen = any("transport" in str(mark.args[0]) for mark in metafunc.definition.iter_markers("parametrize"))
-    if chosen or "transport" not in metafunc.fixturenames:
-        return
-    wanted = os.environ.get("TEST_TRANSPORTS", "tcp").split(",")
-    if metafunc.definition.get_closest_marker("both_transports"):
-        wanted = ["tcp", "quic"]
-    metafunc.parametrize("transport", wanted, indirect=True, scope="session")
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", params=os.environ.get("TEST_TRANSPORTS", "tcp,quic").split(","))
 def transport(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if name == "quic" and not built():

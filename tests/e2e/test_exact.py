@@ -25,7 +25,6 @@ from tests.e2e.pair import (
     proof_of,
     text_of,
 )
-from transport.quic_choice import built
 from zerocopy.cli.hosts import Host, smollm2
 from zerocopy.runtime import models
 
@@ -45,18 +44,10 @@ STATE: Final = {
 LENGTHS: Final = (2, 3, PAGE, PAGE + 1, PAGE + 2, CHUNK + 1, 4 * CHUNK + 7)
 
 
-EVERYTHING: Final = "nemotron_h_moe+mtp"  # has every component there is: alone over QUIC, where pages are just bytes
-
-
-@pytest.fixture(
-    scope="module", params=[*((family, "tcp") for family in models.FAMILIES), (EVERYTHING, "quic")], ids="-".join
-)
-def family_pair(request: pytest.FixtureRequest, start_pair: StartPair) -> Iterator[tuple[str, Pair]]:
-    family, transport = request.param
-    if transport == "quic" and not built():
-        pytest.skip("ngtcp2 is not installed")
-    with start_pair(family, transport=transport) as pair:
-        yield family, pair
+@pytest.fixture(scope="module", params=models.FAMILIES)
+def family_pair(request: pytest.FixtureRequest, start_pair: StartPair, transport: str) -> Iterator[tuple[str, Pair]]:
+    with start_pair(request.param, transport=transport) as pair:
+        yield request.param, pair
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -166,7 +157,7 @@ def test_a_prompt_of_one_token_has_no_state_to_hand_over(pair: Pair) -> None:
     assert "no state to hand off" in allowed.headers["x-zc-fallback"]
 
 
-def test_real_weights_chat_the_same_on_both_placements(start_pair: StartPair) -> None:
+def test_real_weights_chat_the_same_on_both_placements(start_pair: StartPair, transport: str) -> None:
     """SmolLM2-135M with its own template and tokenizer."""
     messages = [
         {"role": "system", "content": "You answer in one sentence."},
@@ -174,7 +165,7 @@ def test_real_weights_chat_the_same_on_both_placements(start_pair: StartPair) ->
     ]
     body = {"messages": messages, "max_tokens": 6, "temperature": 0}
     small = ["--page-tokens", "8"]  # the pages of a real model have to fit these tests' rings
-    with start_pair(model=smollm2(), prefill_flags=small, decode_flags=small) as pair:
+    with start_pair(model=smollm2(), transport=transport, prefill_flags=small, decode_flags=small) as pair:
         key = new_key()
         local, moved = (
             pair.decoder.call("POST", "/v1/chat/completions", body, headers(mode, key=key))

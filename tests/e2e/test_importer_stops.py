@@ -49,7 +49,6 @@ def paced(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield pair
 
 
-@pytest.mark.both_transports
 def test_an_importer_that_stops_for_five_seconds_holds_the_sender_back(paced: Pair) -> None:
     _check_held_back(paced, "worker")
 

@@ -114,7 +114,6 @@ def _alive(pid: int) -> bool:
 # -- SIGKILL ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.both_transports
 @DENY_AND_ALLOW
 def test_the_prefill_daemon_is_killed(slow: Pair, fallback: str) -> None:
     key, worker = new_key(), _worker_pid(slow.prefiller)
@@ -130,7 +129,6 @@ def test_the_prefill_daemon_is_killed(slow: Pair, fallback: str) -> None:
     assert_still_exact(slow)
 
 
-@pytest.mark.both_transports
 @DENY_AND_ALLOW
 def test_the_prefill_worker_is_killed(slow: Pair, fallback: str) -> None:
     key = new_key()
@@ -142,16 +140,15 @@ def test_the_prefill_worker_is_killed(slow: Pair, fallback: str) -> None:
     assert_still_exact(slow)
 
 
-@pytest.mark.both_transports
 def test_the_decode_worker_is_killed_in_mid_transfer(slow: Pair) -> None:
     """The lane that a local answer needs died too: the prompt is handed over again, to the next worker."""
     _check_handed_over_again(slow, signal.SIGKILL)
 
 
-def test_a_worker_that_hangs_in_mid_transfer_is_killed(start_pair: StartPair) -> None:
+def test_a_worker_that_hangs_in_mid_transfer_is_killed(start_pair: StartPair, transport: str) -> None:
     """It has been silent for longer than an engine call takes: from then on it is as if it had died."""
     flags, key = ["--engine-call-s", "1"], new_key()
-    with start_pair(planted=["careful"], prefill_flags=flags, decode_flags=flags) as pair:
+    with start_pair(planted=["careful"], transport=transport, prefill_flags=flags, decode_flags=flags) as pair:
         _check_handed_over_again(pair, signal.SIGSTOP)
         with _in_transfer(pair, fallback="allow", key=key) as answer:
             os.kill(_worker_pid(pair.prefiller), signal.SIGSTOP)
@@ -231,7 +228,6 @@ def test_the_decode_daemon_is_killed(slow: Pair) -> None:
     assert_still_exact(slow)
 
 
-@pytest.mark.both_transports
 def test_the_decode_daemon_is_killed_while_the_source_waits_for_its_word(slow: Pair) -> None:
     """All is sent, so nothing that the prefiller does next would show it that the link is gone."""
     worker = _worker_pid(slow.decoder)
@@ -387,7 +383,6 @@ def _check_starts_again(pair: Pair, host: Host) -> None:
 # -- the client leaves -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.both_transports
 @pytest.mark.parametrize("which", ["decoder", "prefiller"])
 def test_the_client_leaves_in_mid_transfer(slow: Pair, which: str) -> None:
     slow.scheme(pace_s=SLOW_PACE_S)

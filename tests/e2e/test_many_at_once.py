@@ -95,7 +95,6 @@ def test_two_hosts_that_prefill_for_each_other_do_not_wait_for_each_other(both_r
     assert_nothing_held(both_roles.prefiller, both_roles.decoder)
 
 
-@pytest.mark.both_transports
 def test_four_long_prompts_pass_through_one_small_ring(narrow: Pair) -> None:
     """Field report: deadlock of buffers. The state is several times the ring, and there is one ring."""
     key = new_key()

@@ -63,7 +63,6 @@ def trusting(start_pair: StartPair, transport: str) -> Iterator[Pair]:
         yield pair
 
 
-@pytest.mark.both_transports
 @pytest.mark.parametrize("component", COMPONENTS)
 @pytest.mark.parametrize("fault", REASONS)
 def test_the_ledger_refuses_it_and_names_the_component(planted: Pair, fault: str, component: str) -> None:
@@ -96,7 +95,6 @@ def test_wrong_numbers_under_a_right_checksum_are_refused(planted: Pair, fault: 
     _check_fallback(planted, {reason})
 
 
-@pytest.mark.both_transports
 def test_after_all_that_the_pair_is_still_exact(planted: Pair) -> None:
     planted.scheme()
     assert_still_exact(planted)

@@ -127,7 +127,6 @@ IDENTITY: Final = {
 }
 
 
-@pytest.mark.both_transports
 @pytest.mark.parametrize("field", IDENTITY)
 def test_another_identity_in_reserve_is_refused_before_any_page(changed: Pair, field: str) -> None:
     name, value = IDENTITY[field]
@@ -159,7 +158,6 @@ def test_a_component_that_reserve_does_not_announce_is_refused(changed: Pair) ->
     assert "prefiller does not offer" in message and Component.ATTENTION_KV.label in message
 
 
-@pytest.mark.both_transports
 def test_a_prefiller_that_changes_back_is_used_again(changed: Pair) -> None:
     changed.scheme()
     assert_still_exact(changed)
@@ -194,9 +192,10 @@ def _moved(pair: Pair) -> list[float]:
 BIG_PAGES: Final = ("--chunk-tokens", "512", "--page-tokens", "512")
 
 
-def test_pages_that_do_not_fit_a_decoders_ring_are_refused_by_name(start_pair: StartPair) -> None:
+def test_pages_that_do_not_fit_a_decoders_ring_are_refused_by_name(start_pair: StartPair, transport: str) -> None:
     """Field report: page sizes. Neither worker dies of it."""
-    with start_pair("llama", prefill_flags=[*BIG_PAGES, "--ring-mib", "8"], decode_flags=BIG_PAGES) as pair:
+    flags = {"prefill_flags": [*BIG_PAGES, "--ring-mib", "8"], "decode_flags": BIG_PAGES}
+    with start_pair("llama", transport=transport, **flags) as pair:
         refused = ask(pair.decoder, prompt_of(600), "disaggregated")
         code, message = error_of(refused)
         assert code == "page-too-large"
@@ -206,6 +205,7 @@ def test_pages_that_do_not_fit_a_decoders_ring_are_refused_by_name(start_pair: S
         assert [host.status()["worker"]["restarts"] for host in (pair.prefiller, pair.decoder)] == [0, 0]
 
 
-def test_a_prefiller_makes_its_pages_fit_its_own_ring(start_pair: StartPair) -> None:
-    with start_pair("llama", prefill_flags=BIG_PAGES, decode_flags=[*BIG_PAGES, "--ring-mib", "8"]) as pair:
+def test_a_prefiller_makes_its_pages_fit_its_own_ring(start_pair: StartPair, transport: str) -> None:
+    flags = {"prefill_flags": BIG_PAGES, "decode_flags": [*BIG_PAGES, "--ring-mib", "8"]}
+    with start_pair("llama", transport=transport, **flags) as pair:
         assert_still_exact(pair, 600)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,6 @@ def at_once(host: Host, lengths: list[int], mode: str, **how: object) -> list[An
         return [one.result() for one in asked]
 
 
-@pytest.mark.both_transports
 def test_many_prompts_of_all_lengths_at_once_are_all_handed_over(busy_pair: Pair) -> None:
     """Q1: more than there are lanes."""
     lengths = [2, 900, 33, 64, 65, 300, 5, 700, 128, 31, 450, 90]
@@ -82,10 +82,12 @@ def test_a_probe_of_a_busy_host_is_held_to_the_tolerance_not_to_the_bit(busy_pai
         assert probe == "bit-equal" or "tolerance 0.03" in probe
 
 
-def test_with_memory_for_one_and_a_half_prompts_four_long_ones_all_finish(start_pair: StartPair) -> None:
+def test_with_memory_for_one_and_a_half_prompts_four_long_ones_all_finish(
+    start_pair: StartPair, transport: str
+) -> None:
     """Field report: deadlock of buffers."""
     scarce = ("--sequences", "4", "--kv-tokens", "1536")
-    with start_pair(prefill_flags=scarce, decode_flags=scarce) as pair:
+    with start_pair(transport=transport, prefill_flags=scarce, decode_flags=scarce) as pair:
         for answer in at_once(pair.decoder, [1000] * 4, "disaggregated"):
             assert_disaggregated(answer)
         assert_nothing_held(pair.prefiller, pair.decoder)
@@ -111,7 +113,6 @@ def test_a_full_line_is_a_typed_refusal_with_a_time_to_come_back(start_pair: Sta
         assert_nothing_held(pair.decoder)
 
 
-@pytest.mark.both_transports
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(busy_pair: Pair) -> None:
     """H7: at every stage, on both hosts, and the next request is exact."""
     rng = random.Random(5)
@@ -128,12 +129,15 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(busy_pair: Pair) 
     assert_still_exact(busy_pair)
 
 
-def test_a_decoder_whose_engine_stands_still_blocks_no_other(model_file: ModelFile, tmp_path: Path) -> None:
+def test_a_decoder_whose_engine_stands_still_blocks_no_other(
+    model_file: ModelFile, tmp_path: Path, transport: str
+) -> None:
     """H5: one prefiller, two decoders; the pages of one are taken by nobody."""
     with Hosts(tmp_path) as hosts:
         common = ["--model", str(model_file("llama")), *ENGINE, *MORE]
         prefiller = hosts.add("prefiller", ["--role", "prefill", *common])
-        stuck, fine = (hosts.add(name, ["--role", "decode", *common], peers=[prefiller]) for name in ("stuck", "fine"))
+        how: dict[str, Any] = {"peers": [prefiller], "transport": transport}
+        stuck, fine = (hosts.add(name, ["--role", "decode", *common], **how) for name in ("stuck", "fine"))
         for host in (prefiller, stuck, fine):
             host.start()
         prefiller.wait_ready()
@@ -155,12 +159,12 @@ def test_a_decoder_whose_engine_stands_still_blocks_no_other(model_file: ModelFi
         assert text_of(ask(stuck, prompt_of(50), "disaggregated")) == text_of(ask(fine, prompt_of(50), "disaggregated"))
 
 
-def test_a_decoder_takes_from_several_prefillers(model_file: ModelFile, tmp_path: Path) -> None:
+def test_a_decoder_takes_from_several_prefillers(model_file: ModelFile, tmp_path: Path, transport: str) -> None:
     """And goes on with the one that is left."""
     with Hosts(tmp_path) as hosts:
         common = ["--model", str(model_file("llama")), *ENGINE, *MORE]
         first, second = (hosts.add(name, ["--role", "prefill", *common]) for name in ("first", "second"))
-        decoder = hosts.add("decoder", ["--role", "decode", *common], peers=[first, second])
+        decoder = hosts.add("decoder", ["--role", "decode", *common], peers=[first, second], transport=transport)
         for host in (first, second, decoder):
             host.start()
         first.wait_ready()

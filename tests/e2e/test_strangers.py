@@ -29,15 +29,15 @@ CLIENT_HELLO: Final = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # the beg
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Hosts, Path]]:
+def hosts(tmp_path_factory: pytest.TempPathFactory, transport: str) -> Iterator[tuple[Hosts, Path]]:
     folder = tmp_path_factory.mktemp("hosts")
     with Hosts(folder) as running:
         yield running, folder
 
 
 @pytest.fixture(scope="module")
-def peers(hosts: tuple[Hosts, Path], model_file: ModelFile) -> Pair:
-    pair = make_pair(hosts[0], model_file("nemotron_h_moe+mtp"), hosts[1])
+def peers(hosts: tuple[Hosts, Path], model_file: ModelFile, transport: str) -> Pair:
+    pair = make_pair(hosts[0], model_file("nemotron_h_moe+mtp"), hosts[1], transport=transport)
     pair.start()
     assert_still_exact(pair)  # first use touches memory for the first time
     return pair
@@ -61,9 +61,13 @@ class _Cost:
         return self._process.num_threads(), self._process.num_fds()
 
 
-def _dial(host: Host) -> socket.socket:
+def _address(host: Host) -> tuple[str, int]:
     address = parse(host.address)
-    return socket.create_connection((address.host, address.port), timeout=10)
+    return address.host, address.port
+
+
+def _dial(host: Host) -> socket.socket:
+    return socket.create_connection(_address(host), timeout=10)
 
 
 def _hears_nothing(sock: socket.socket) -> bool:
@@ -79,6 +83,9 @@ def test_random_bytes(peers: Pair) -> None:
         with _dial(peers.prefiller) as sock, contextlib.suppress(ConnectionError):
             first = rng.choice([b"\x16", b"Z", b"G", b"\x00", b"\xff"])
             sock.sendall(first + rng.randbytes(rng.choice([0, 1, 15, 300, 5000])))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _ in range(10 * MANY):  # every kind of first byte: long headers, short ones, neither
+            sock.sendto(rng.randbytes(rng.choice([0, 1, 20, 300, 1200, 1500])), _address(peers.prefiller))
     cost.check()
     assert_still_exact(peers)
 
@@ -135,9 +142,8 @@ def test_a_whole_host_that_is_not_trusted(peers: Pair, hosts: tuple[Hosts, Path]
     """It knows the prefiller's certificate, the prefiller does not know its."""
     cost = _Cost(peers.prefiller)
     model = str(model_file("nemotron_h_moe+mtp"))
-    stranger = hosts[0].add(
-        "stranger", ["--role", "decode", "--model", model, *ENGINE], peers=[peers.prefiller], trusted=False
-    )
+    flags = ["--role", "decode", "--model", model, *ENGINE]
+    stranger = hosts[0].add("stranger", flags, peers=[peers.prefiller], trusted=False, transport=peers.transport)
     KeyStore(hosts[1] / "stranger").trust("prefiller", KeyStore(hosts[1] / "prefiller").show()[0])
     stranger.start()
     stranger.wait_ready()
@@ -153,6 +159,7 @@ def _refused(stranger: Host) -> bool:
     return not peer["connected"] and peer["last_error"] != "not connected yet"
 
 
+@pytest.mark.parametrize("transport", ["tcp"], indirect=True, scope="session")  # QUIC's are in `tests/transport`
 def test_half_open_connections_keep_no_peer_out(peers: Pair) -> None:
     cost = _Cost(peers.prefiller)
     with contextlib.ExitStack() as held:
