@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from zerocopy.handoff.components import HEADER_BYTES, RECORD_OVERHEAD, Component, StateSchema
+from zerocopy.handoff.components import HEADER_BYTES, RECORD_OVERHEAD, Component, ComponentSpec, StateSchema
 from zerocopy.runtime.base import EngineError
 
 # A page costs both hosts some Python whatever its size, and the next one waits until it has been exported whole: with
@@ -17,14 +17,31 @@ def most_page_bytes(ring_bytes: int) -> int:
     return ring_bytes // 4 - RECORD_OVERHEAD - HEADER_BYTES
 
 
+def paged(schema: StateSchema) -> list[ComponentSpec]:
+    """What leaves as pages of token ranges, in the order in which pages of one range leave."""
+    return [spec for spec in map(schema.spec, (Component.ATTENTION_KV, Component.MTP_KV)) if spec is not None]
+
+
+def ranges_a_page(spec: ComponentSpec, schema: StateSchema, page_tokens: int) -> int:
+    """How many ranges of `page_tokens` one page of this component spans: as many as keep it within half the bytes of
+    the largest component's page. A page costs the same Python however small it is; and what has to wait for its last
+    range is then less than a page of the state has to wait in any case."""
+    size, largest = _bytes(spec, page_tokens), max(_bytes(other, page_tokens) for other in paged(schema))
+    return max(1, min(largest // 2 // size, spec.max_page_tokens // page_tokens))
+
+
+def _bytes(spec: ComponentSpec, tokens: int) -> int:
+    return spec.page_bytes((0, spec.layers), (0, tokens))
+
+
 def page_tokens(schema: StateSchema, chunk_tokens: int, wanted: int, most_bytes: int) -> int:
     """The most tokens that divide a chunk (so that no page waits for a second one) and that the engine moves as one
     page: at most `wanted` or, where that is 0, of at most PAGE_BYTES; always of at most `most_bytes`, what a ring
     takes. Raises EngineError where not even one token's page fits a ring."""
-    specs = [spec for spec in map(schema.spec, (Component.ATTENTION_KV, Component.MTP_KV)) if spec is not None]
+    specs = paged(schema)
 
     def size(tokens: int) -> int:
-        return max((spec.page_bytes((0, spec.layers), (0, tokens)) for spec in specs), default=0)
+        return max((_bytes(spec, tokens) for spec in specs), default=0)
 
     if size(1) > most_bytes:
         ring_mib = -(-4 * (size(1) + RECORD_OVERHEAD + HEADER_BYTES) // (1 << 20))

@@ -19,6 +19,7 @@ from native.ring import Ring
 from native.slab import Slab
 from zerocopy.handoff.components import HEADER_BYTES, Component, ComponentSpec, PageHeader, page_checksum
 from zerocopy.runtime.base import EngineError, EngineFacts, Lane, Output, Row
+from zerocopy.runtime.pages import paged, ranges_a_page
 from zerocopy.worker.protocol import ChunkDone, Prefill, Prefilled, SlabPart, SnapshotReady, Span, ToDaemon
 
 # One part of a snapshot on the wire: large enough to run at full speed, small enough that other pages get a turn.
@@ -117,13 +118,19 @@ class PrefillJob:
         self._finish()
 
     def _pages(self) -> Iterator[tuple[ComponentSpec, Range, bool]]:
-        """Every token-range page in export order: all components of a range before the next range. The flag marks
-        the last of its range."""
-        kinds = [s for c in (Component.ATTENTION_KV, Component.MTP_KV) if (s := self._facts.schema.spec(c))]
+        """Every token-range page in export order: by the token it ends with, then by component. The flag marks the
+        last that ends there."""
         n, size = len(self._history), self._facts.page_tokens
-        for start in range(0, n, size):
-            for spec in kinds:
-                yield spec, (start, min(start + size, n)), spec is kinds[-1]
+        kinds = [(spec, size * self._ranges_a_page(spec)) for spec in paged(self._facts.schema)]
+        for end in [*range(size, n, size), n]:
+            for spec, step in kinds:
+                if end % step == 0 or end == n:
+                    yield spec, ((end - 1) // step * step, end), spec is kinds[-1][0]
+
+    def _ranges_a_page(self, spec: ComponentSpec) -> int:
+        if self._facts.export_before_next_chunk:
+            return 1
+        return ranges_a_page(spec, self._facts.schema, self._facts.page_tokens)
 
     def _export(self, spec: ComponentSpec, tokens: Range) -> bool:
         def write(view: memoryview) -> None:
