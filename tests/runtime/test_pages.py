@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from tests.daemon.worker_double import FACTS
 from zerocopy.handoff.components import HEADER_BYTES, RECORD_OVERHEAD, Component, ComponentSpec, StateSchema
-from zerocopy.runtime.base import EngineError
-from zerocopy.runtime.pages import PAGE_BYTES, most_page_bytes, page_tokens
+from zerocopy.runtime.base import EngineError, EngineFacts
+from zerocopy.runtime.pages import PAGE_BYTES, most_page_bytes, page_tokens, span
 
 RING = most_page_bytes(64 << 20)
 
@@ -54,3 +56,34 @@ def test_a_model_whose_token_fits_no_ring_is_refused_with_the_size_that_would_do
 def test_the_largest_page_and_its_headers_are_a_quarter_of_the_ring() -> None:
     assert most_page_bytes(64 << 20) + HEADER_BYTES + RECORD_OVERHEAD == 16 << 20
     assert PAGE_BYTES < RING
+
+
+@pytest.mark.parametrize(
+    ("mtp_bytes", "expected"),
+    [
+        (1024, 4096),  # Nemotron 3 Super: 1 MiB a chunk beside pages of 8
+        (2048, 2048),
+        (4096, 1024),
+        (8192, 1024),  # as large as the KV itself
+    ],
+)
+def test_a_small_component_spans_ranges_up_to_half_the_largest_page(mtp_bytes: int, expected: int) -> None:
+    kv, mtp, all_of_it = with_mtp(mtp_bytes)
+    assert (span(kv, all_of_it), span(mtp, all_of_it)) == (1024, expected)
+
+
+def test_no_page_is_longer_than_what_the_engine_moves_as_one() -> None:
+    _, mtp, all_of_it = with_mtp(512, longest=3000)
+    assert span(mtp, all_of_it) == 2048
+
+
+def test_what_the_next_chunk_overwrites_does_not_wait_for_it() -> None:
+    _, mtp, all_of_it = with_mtp(1024, export_before_next_chunk=True)
+    assert span(mtp, all_of_it) == 1024
+
+
+def with_mtp(mtp_bytes: int, longest: int = 1 << 24, **facts: bool) -> tuple[ComponentSpec, ComponentSpec, EngineFacts]:
+    kv = ComponentSpec(Component.ATTENTION_KV, True, (8192,))
+    mtp = ComponentSpec(Component.MTP_KV, True, (mtp_bytes,), max_page_tokens=longest)
+    schema = StateSchema("test", (kv, mtp))
+    return kv, mtp, msgspec.structs.replace(FACTS, schema=schema, page_tokens=1024, **facts)

@@ -11,6 +11,7 @@ from tests.worker.stage import Page, Stage, prompt, run, step
 from zerocopy.daemon.incoming import PROBE_TOLERANCE
 from zerocopy.handoff.components import Component
 from zerocopy.runtime.base import EngineError, Logits
+from zerocopy.worker import prefill_job
 from zerocopy.worker import protocol as p
 from zerocopy.worker.decode_job import DecodeJob, compare
 
@@ -57,6 +58,23 @@ def test_an_imported_prompt_continues_bit_for_bit_as_one_that_never_left(stage: 
     assert moved.proof is not None
     assert len(moved.proof["logits"]) == 8  # type: ignore[arg-type]
     assert (moved.prompt_tokens_evaluated, local.prompt_tokens_evaluated) == (1, len(PROMPT))
+
+
+def test_mtp_pages_of_several_ranges_continue_bit_for_bit_too(
+    stage: OpenStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V1, V3: as models export them whose MTP layer is small beside their KV."""
+    monkeypatch.setattr(prefill_job, "span", lambda spec, _: {Component.MTP_KV: 32}.get(spec.component, 16))
+    play = stage(EVERYTHING)
+    ranges = [page.header.tokens for page in play.exported(PROMPT) if page.header.component is Component.MTP_KV]
+    assert ranges == [(0, 32), (32, 64), (64, 76)]
+    play = stage(EVERYTHING)
+    commit(hand_over(play))
+    moved = play.outbox.one(p.Generated)
+    play.sink.clear()
+    play.outbox.messages.clear()
+    run(play.generate(PROMPT, imported=False))
+    assert moved.proof is not None and moved.proof == play.outbox.one(p.Generated).proof
 
 
 def test_an_import_beside_others_is_evaluated_in_their_engine_call(stage: OpenStage) -> None:

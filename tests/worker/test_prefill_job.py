@@ -55,6 +55,16 @@ def test_all_components_of_a_token_range_come_before_the_next_range(stage: OpenS
     assert order == [(c, start) for start in (0, 16, 32) for c in (Component.ATTENTION_KV, Component.MTP_KV)]
 
 
+def test_a_page_of_several_ranges_leaves_with_the_last_of_them(
+    stage: OpenStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_job, "span", lambda spec, _: {Component.MTP_KV: 32}.get(spec.component, 16))
+    pages = stage(EVERYTHING).exported(prompt(41))
+    order = [(h.component.label, *h.tokens) for h in (page.header for page in pages) if h.component in (1, 4)]
+    kv, mtp = Component.ATTENTION_KV.label, Component.MTP_KV.label
+    assert order == [(kv, 0, 16), (kv, 16, 32), (mtp, 0, 32), (kv, 32, 40), (mtp, 32, 40)]
+
+
 def test_the_probe_comes_last_and_holds_one_row_per_head(stage: OpenStage) -> None:
     play = stage(EVERYTHING)
     last = play.exported(prompt(40))[-1]

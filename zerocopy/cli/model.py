@@ -12,6 +12,7 @@ from rich.text import Text
 from zerocopy.cli.screen import CliError, ExitCode, bytes_text, note, pairs, show, show_json, table
 from zerocopy.handoff.components import ComponentSpec, Identity
 from zerocopy.runtime.base import EngineFacts
+from zerocopy.runtime.pages import span
 
 LENGTHS: Final = (1024, 8192, 32768, 65536, 131072)
 _IDENTITY: Final = {"model": "weights sha256", "tokenizer": "tokenizer sha256", "kv_type": "KV type K/V"}
@@ -99,7 +100,7 @@ def describe(facts: EngineFacts) -> dict[str, Any]:
                 "name": spec.component.label,
                 "per_token": spec.per_token,
                 "layers": spec.layers,
-                "bytes": {str(n): state_bytes(spec, n, facts.page_tokens) for n in LENGTHS},
+                "bytes": {str(n): state_bytes(spec, n, span(spec, facts)) for n in LENGTHS},
             }
             for spec in facts.schema.components
         ],
@@ -133,7 +134,7 @@ def _inventory(facts: EngineFacts) -> Any:
     rows = table(*columns, right=frozenset(range(3, len(columns))) | {1})
     totals = [0] * len(LENGTHS)
     for spec in facts.schema.components:
-        sizes = [state_bytes(spec, n, facts.page_tokens) for n in LENGTHS]
+        sizes = [state_bytes(spec, n, span(spec, facts)) for n in LENGTHS]
         totals = [a + b for a, b in zip(totals, sizes, strict=True)]
         grows = "per token" if spec.per_token else "fixed"
         rows.add_row(spec.component.label, str(spec.layers), grows, *map(bytes_text, sizes))

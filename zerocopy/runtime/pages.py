@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from zerocopy.handoff.components import HEADER_BYTES, RECORD_OVERHEAD, Component, ComponentSpec, StateSchema
-from zerocopy.runtime.base import EngineError
+from zerocopy.runtime.base import EngineError, EngineFacts
 
 # A page costs both hosts some Python whatever its size, and the next one waits until it has been exported whole: with
 # Nemotron 3 Super's state the path costs 3.5 CPU-s/GiB in pages of 512 KiB, 2.0 of 2 MiB, 1.1 of 8 MiB.
@@ -22,12 +22,15 @@ def paged(schema: StateSchema) -> list[ComponentSpec]:
     return [spec for spec in map(schema.spec, (Component.ATTENTION_KV, Component.MTP_KV)) if spec is not None]
 
 
-def ranges_a_page(spec: ComponentSpec, schema: StateSchema, page_tokens: int) -> int:
-    """How many ranges of `page_tokens` one page of this component spans: as many as keep it within half the bytes of
-    the largest component's page. A page costs the same Python however small it is; and what has to wait for its last
-    range is then less than a page of the state has to wait in any case."""
-    size, largest = _bytes(spec, page_tokens), max(_bytes(other, page_tokens) for other in paged(schema))
-    return max(1, min(largest // 2 // size, spec.max_page_tokens // page_tokens))
+def span(spec: ComponentSpec, facts: EngineFacts) -> int:
+    """Tokens of one page of this component: as many of the engine's ranges of `page_tokens` as keep it within half the
+    bytes of the largest component's page. A page costs the same Python however small it is; and what has to wait for
+    its last range is then less than a page of the state that has to wait in any case."""
+    if facts.export_before_next_chunk:
+        return facts.page_tokens
+    one = _bytes(spec, facts.page_tokens)
+    largest = max((_bytes(other, facts.page_tokens) for other in paged(facts.schema)), default=one)
+    return facts.page_tokens * max(1, min(largest // 2 // one, spec.max_page_tokens // facts.page_tokens))
 
 
 def _bytes(spec: ComponentSpec, tokens: int) -> int:

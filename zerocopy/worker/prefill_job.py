@@ -19,7 +19,7 @@ from native.ring import Ring
 from native.slab import Slab
 from zerocopy.handoff.components import HEADER_BYTES, Component, ComponentSpec, PageHeader, page_checksum
 from zerocopy.runtime.base import EngineError, EngineFacts, Lane, Output, Row
-from zerocopy.runtime.pages import paged, ranges_a_page
+from zerocopy.runtime.pages import paged, span
 from zerocopy.worker.protocol import ChunkDone, Prefill, Prefilled, SlabPart, SnapshotReady, Span, ToDaemon
 
 # One part of a snapshot on the wire: large enough to run at full speed, small enough that other pages get a turn.
@@ -121,16 +121,11 @@ class PrefillJob:
         """Every token-range page in export order: by the token it ends with, then by component. The flag marks the
         last that ends there."""
         n, size = len(self._history), self._facts.page_tokens
-        kinds = [(spec, size * self._ranges_a_page(spec)) for spec in paged(self._facts.schema)]
+        kinds = [(spec, span(spec, self._facts)) for spec in paged(self._facts.schema)]
         for end in [*range(size, n, size), n]:
             for spec, step in kinds:
                 if end % step == 0 or end == n:
                     yield spec, ((end - 1) // step * step, end), spec is kinds[-1][0]
-
-    def _ranges_a_page(self, spec: ComponentSpec) -> int:
-        if self._facts.export_before_next_chunk:
-            return 1
-        return ranges_a_page(spec, self._facts.schema, self._facts.page_tokens)
 
     def _export(self, spec: ComponentSpec, tokens: Range) -> bool:
         def write(view: memoryview) -> None:
