@@ -5,6 +5,6 @@ import runpy
 from setuptools import setup
 
 modules = ["native/build_ring.py:ffibuilder"]
-if runpy.run_path("native/build_quic.py")["BACKEND"] is not None:  # optional: without ngtcp2, links use TCP
-    modules.append("native/build_quic.py:ffibuilder")
+if runpy.run_path("native/build_quic.py")["find_backend"]() is not None:  # optional: without ngtcp2, links use TCP
+    modules.append("native/build_quic.py:builder")
 setup(cffi_modules=modules)

@@ -5,10 +5,8 @@
  * Prints: Gb/s, CPU seconds per GiB of both processes. */
 #define _GNU_SOURCE
 #include <errno.h>
-#include <gnutls/gnutls.h>
 #include <netinet/in.h>
 #include <netinet/udp.h>
-#include <ngtcp2/ngtcp2_crypto_gnutls.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdio.h>
@@ -21,7 +19,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "quic_shim.h"
+#include "quic_internal.h" /* only for its TLS, quic_tls_*.c: the same library and settings as the link has */
 
 #define WINDOW (32 << 20)
 #define BUFFER (32 << 20) /* beyond the caches: state to send is not in them either */
@@ -35,8 +33,8 @@
 struct end {
   int fd;
   ngtcp2_conn *conn;
-  ngtcp2_crypto_conn_ref ref;
-  gnutls_session_t session;
+  quic_endpoint endpoint; /* these two for quic_tls_start alone */
+  quic_link link;
   struct sockaddr_in local, peer;
   int64_t stream;
   uint64_t moved, counted, warm, began, ended; /* `counted` from the first bytes after `warm` on */
@@ -54,8 +52,6 @@ static void die(const char *what) {
   fprintf(stderr, "quic_ceiling: %s\n", what);
   exit(1);
 }
-
-static ngtcp2_conn *conn_of(ngtcp2_crypto_conn_ref *ref) { return ((struct end *)ref->user_data)->conn; }
 
 static void fill_random(uint8_t *dest, size_t size, const ngtcp2_rand_ctx *context) {
   (void)context;
@@ -106,25 +102,24 @@ static const ngtcp2_callbacks CALLBACKS = {
     .recv_stream_data = arrived,
 };
 
+static int trust_anyone(void *user, uint64_t link, const uint8_t *certificate, size_t size) {
+  (void)user, (void)link, (void)certificate, (void)size;
+  return 1;
+}
+
 static void start_tls(struct end *end, const char *identity, int server) {
-  static const char priority[] = "%DISABLE_TLS13_COMPAT_MODE:NORMAL:-VERS-ALL:+VERS-TLS1.3:-CIPHER-ALL:+AES-128-GCM";
-  gnutls_certificate_credentials_t credentials;
-  gnutls_datum_t alpn = {(unsigned char *)"ceiling", 7};
-  if (gnutls_certificate_allocate_credentials(&credentials) != 0 ||
-      gnutls_certificate_set_x509_key_file(credentials, identity, identity, GNUTLS_X509_FMT_PEM) != 0) {
-    die("cannot use the identity");
-  }
-  gnutls_init(&end->session, (server ? GNUTLS_SERVER : GNUTLS_CLIENT) | GNUTLS_NO_TICKETS);
-  gnutls_priority_set_direct(end->session, priority, NULL);
-  gnutls_credentials_set(end->session, GNUTLS_CRD_CERTIFICATE, credentials);
-  gnutls_alpn_set_protocols(end->session, &alpn, 1, GNUTLS_ALPN_MANDATORY);
-  if ((server ? ngtcp2_crypto_gnutls_configure_server_session : ngtcp2_crypto_gnutls_configure_client_session)(
-          end->session) != 0) {
-    die("TLS");
-  }
-  end->ref = (ngtcp2_crypto_conn_ref){.get_conn = conn_of, .user_data = end};
-  gnutls_session_set_ptr(end->session, &end->ref);
-  ngtcp2_conn_set_tls_native_handle(end->conn, end->session);
+  char pem[8192];
+  FILE *file = fopen(identity, "r");
+  size_t size = file == NULL ? 0 : fread(pem, 1, sizeof pem - 1, file);
+  pem[size] = '\0';
+  if (file != NULL) fclose(file);
+  quic_tls *tls = quic_tls_new(pem);
+  if (tls == NULL) die("cannot use the identity");
+  end->endpoint.events.verify = trust_anyone;
+  end->link.endpoint = &end->endpoint;
+  end->link.server = server;
+  end->link.conn = end->conn;
+  if (quic_tls_start(tls, &end->link) != 0) die("TLS");
 }
 
 static ngtcp2_path path_of(struct end *end) {

@@ -1,23 +1,51 @@
-"""Builds `native._quic` with cffi, where ngtcp2 and a TLS library it knows are installed; `BACKEND` says which.
+"""Builds `native._quic` with cffi, where ngtcp2 and a TLS library it knows are installed.
 
-Without them everything else works: `zc-handoff doctor` says what to install. The headers between their cffi marks are
-the interface; the events of `quic_events` arrive in the functions declared here.
+GnuTLS where there is, else OpenSSL; the environment variable ZC_QUIC_TLS, `gnutls` or `openssl`, insists on one.
+Without either everything else works: `zc-handoff doctor` says what to install. The headers between their cffi marks are
+the interface; the events of `quic_events` arrive in the functions declared here. Run as a program it prints what a C
+compiler needs beside the sources that every backend shares, or nothing.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-import cffi
+if TYPE_CHECKING:
+    import cffi
 
 _HERE = Path(__file__).parent
 _BEGIN, _END = "/* cffi reads from here */", "/* cffi reads to here */"
+_SHARED: Final = ("quic.c", "quic_link.c", "quic_page.c", "quic_net.c")
 _HEADERS: Final = ("quic.h", "quic_internal.h", "quic_shim.h")
+# Homebrew links ngtcp2 into its prefix, but not OpenSSL, of which macOS had its own.
 _PREFIXES: Final = tuple(Path(p) for p in ("/usr", "/usr/local", "/opt/homebrew"))
-# Header of ngtcp2's glue -> (source here, libraries). The first that is installed is used.
-_BACKENDS: Final = {
-    "ngtcp2_crypto_gnutls.h": ("quic_tls_gnutls.c", ("ngtcp2_crypto_gnutls", "gnutls")),
+_KEG: Final = Path("opt", "openssl@3")
+_FORCE: Final = "ZC_QUIC_TLS"
+
+
+class Backend(NamedTuple):
+    """A TLS library: `header` is ngtcp2's glue for it, `source` ours. Sought in this order."""
+
+    header: str
+    source: str
+    libraries: tuple[str, ...]
+    prefix: Path = Path("/usr")
+
+    @property
+    def installed(self) -> bool:
+        return all((self.prefix / "include" / "ngtcp2" / name).exists() for name in (self.header, "ngtcp2.h"))
+
+    def folders(self, kind: str) -> list[str]:
+        """Where the compiler finds "include" or "lib" files of it."""
+        keg = self.prefix / _KEG / kind
+        return [str(self.prefix / kind), *([str(keg)] if keg.exists() else [])]
+
+
+BACKENDS: Final = {
+    "gnutls": Backend("ngtcp2_crypto_gnutls.h", "quic_tls_gnutls.c", ("ngtcp2", "ngtcp2_crypto_gnutls", "gnutls")),
+    "openssl": Backend("ngtcp2_crypto_ossl.h", "quic_tls_ossl.c", ("ngtcp2", "ngtcp2_crypto_ossl", "ssl", "crypto")),
 }
 _EVENTS: Final = """
 extern "Python" {
@@ -34,40 +62,53 @@ extern "Python" {
 """
 
 
-def find_backend() -> tuple[Path, str] | None:
-    """(prefix, header) of the first TLS glue that is installed with its library, or None."""
+def find_backend(force: str | None = None) -> Backend | None:
+    """The backend to build with, or None. Raises ValueError if the one insisted on is unknown or not installed."""
+    force = force or os.environ.get(_FORCE)
+    names = [force] if force else list(BACKENDS)
+    if unknown := [name for name in names if name not in BACKENDS]:
+        raise ValueError(f"{_FORCE} is {unknown[0]!r}: one of {', '.join(BACKENDS)}")
     for prefix in _PREFIXES:
-        include = prefix / "include"
-        for header in _BACKENDS:
-            if (include / "ngtcp2" / header).exists() and (include / "ngtcp2" / "ngtcp2.h").exists():
-                return prefix, header
+        for name in names:
+            if (backend := BACKENDS[name]._replace(prefix=prefix)).installed:
+                return backend
+    if force:
+        raise ValueError(f"{_FORCE} is {force!r}, but no {BACKENDS[force].header} is installed")
     return None
-
-
-BACKEND: Final = find_backend()
 
 
 def builder(root: Path = Path()) -> cffi.FFI:
     """`root` is the checkout, relative for setuptools."""
-    assert BACKEND is not None
-    prefix, header = BACKEND
-    source, libraries = _BACKENDS[header]
-    ffi = cffi.FFI()
+    from cffi import FFI
+
+    backend = find_backend()
+    assert backend is not None
+    ffi = FFI()
     ffi.cdef((_HERE / "quic.h").read_text().split(_BEGIN)[1].split(_END)[0])
     ffi.cdef(_EVENTS)
-    sources = ("quic.c", "quic_link.c", "quic_page.c", "quic_net.c", source)
     ffi.set_source(
         "native._quic",
         '#include "quic.h"',
-        sources=[str(root / "native" / name) for name in sources],
-        include_dirs=[str(root / "native"), str(prefix / "include")],
-        library_dirs=[str(prefix / "lib")],
-        libraries=["ngtcp2", *libraries],
+        sources=[str(root / "native" / name) for name in (*_SHARED, backend.source)],
+        include_dirs=[str(root / "native"), *backend.folders("include")],
+        library_dirs=backend.folders("lib"),
+        libraries=list(backend.libraries),
         depends=[str(root / "native" / name) for name in _HEADERS],
         extra_compile_args=["-std=c11", "-O2", "-Wall", "-Wextra"],
     )
     return ffi
 
 
-if BACKEND is not None:
-    ffibuilder = builder()
+def compiler_arguments(backend: Backend) -> list[str]:
+    """Source, folders and libraries of the TLS part, for programs that are built without cffi."""
+    return [
+        f"-D{Path(backend.source).stem.upper()}",
+        str(_HERE / backend.source),
+        *(f"-I{folder}" for folder in (_HERE, *backend.folders("include"))),
+        *(f"-L{folder}" for folder in backend.folders("lib")),
+        *(f"-l{library}" for library in backend.libraries),
+    ]
+
+
+if __name__ == "__main__" and (found := find_backend()) is not None:
+    print(" ".join(compiler_arguments(found)))

@@ -48,7 +48,7 @@ quic_endpoint *quic_open(const quic_events *events, const quic_options *options)
   endpoint->options.identity_pem = NULL;
   if (endpoint->links == NULL || endpoint->batch.data == NULL || endpoint->receive == NULL || endpoint->tls == NULL ||
       !secret || pipe(endpoint->wake) != 0 ||
-      getrandom(endpoint->secret, sizeof endpoint->secret, 0) != (ssize_t)sizeof endpoint->secret) {
+      getentropy(endpoint->secret, sizeof endpoint->secret) != 0) {
     quic_free(endpoint);
     return NULL;
   }
@@ -105,7 +105,7 @@ static void send_retry(quic_endpoint *endpoint, int socket, const quic_address *
                        const ngtcp2_pkt_hd *initial, uint64_t now) {
   uint8_t token[NGTCP2_CRYPTO_MAX_RETRY_TOKENLEN], packet[NGTCP2_MAX_UDP_PAYLOAD_SIZE];
   ngtcp2_cid cid = {.datalen = QUIC_CID};
-  if (getrandom(cid.data, cid.datalen, 0) != QUIC_CID) return;
+  if (getentropy(cid.data, cid.datalen) != 0) return;
   ngtcp2_ssize token_size =
       ngtcp2_crypto_generate_retry_token(token, endpoint->secret, sizeof endpoint->secret, initial->version, &from->any,
                                          from_size, &cid, &initial->dcid, now);
@@ -124,7 +124,7 @@ static void send_reset(quic_endpoint *endpoint, int socket, const quic_address *
   uint8_t token[NGTCP2_STATELESS_RESET_TOKENLEN], noise[RESET_RANDOM], packet[RESET_RANDOM + sizeof token];
   ngtcp2_cid cid;
   if (now < endpoint->reset_at || size <= sizeof packet || header->dcidlen != QUIC_CID ||
-      getrandom(noise, sizeof noise, 0) != (ssize_t)sizeof noise) {
+      getentropy(noise, sizeof noise) != 0) {
     return;
   }
   ngtcp2_cid_init(&cid, header->dcid, header->dcidlen);
@@ -407,6 +407,7 @@ void quic_count(quic_endpoint *endpoint, quic_counts *counts) {
 
 const char *quic_engine(void) {
   static char text[64];
-  snprintf(text, sizeof text, "ngtcp2 %s, %s", ngtcp2_version(0)->version_str, quic_tls_name());
+  snprintf(text, sizeof text, "ngtcp2 %s, %s %s", ngtcp2_version(0)->version_str, quic_tls_name(),
+           quic_tls_version());
   return text;
 }

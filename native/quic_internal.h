@@ -213,5 +213,7 @@ void quic_tls_free(quic_tls *tls);
 int quic_tls_start(quic_tls *tls, quic_link *link);
 void quic_tls_end(quic_link *link);
 const char *quic_tls_name(void);
+/* Of the library that is loaded, not of its headers. */
+const char *quic_tls_version(void);
 
 #endif

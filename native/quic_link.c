@@ -11,15 +11,17 @@
 /* How long a goodbye is repeated to a peer that did not hear it (RFC 9000, 10.2). */
 #define CLOSING_PTOS 3
 #define CACHE_LINE 64
+#define MOST_ENTROPY 256 /* of one getentropy, which macOS has, too */
 /* A client that changed its address is refused at the old one until it is heard from the new one. */
 #define REFUSED_NS 500000000ull
 
 static void fill_random(uint8_t *dest, size_t size, const ngtcp2_rand_ctx *context) {
   (void)context;
-  size_t done = 0;
-  while (done < size) {
-    ssize_t got = getrandom(dest + done, size - done, 0);
-    if (got > 0) done += (size_t)got;
+  while (size > 0) {
+    size_t part = size < MOST_ENTROPY ? size : MOST_ENTROPY;
+    if (getentropy(dest, part) != 0) continue;
+    dest += part;
+    size -= part;
   }
 }
 

@@ -87,3 +87,5 @@ void quic_tls_end(quic_link *link) {
 }
 
 const char *quic_tls_name(void) { return "GnuTLS"; }
+
+const char *quic_tls_version(void) { return gnutls_check_version(NULL); }

@@ -14,7 +14,10 @@ from typing import Final
 from transport.link import Endpoint, Link, LinkError
 
 SCHEME: Final = "quic://"
-INSTALL: Final = "apt-get install libngtcp2-dev libngtcp2-crypto-gnutls-dev libgnutls28-dev, then scripts/setup"
+INSTALL: Final = (
+    "apt-get install libngtcp2-dev libngtcp2-crypto-gnutls-dev libgnutls28-dev, or brew install libngtcp2, "
+    "then scripts/setup"
+)
 
 
 def built() -> bool:

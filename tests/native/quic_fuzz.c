@@ -9,8 +9,6 @@
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
-#include <gnutls/gnutls.h>
-#include <gnutls/x509.h>
 #include <malloc.h>
 #include <netinet/udp.h>
 #include <stdio.h>
@@ -20,6 +18,11 @@
 #include <unistd.h>
 
 #include "quic_internal.h"
+#ifdef QUIC_TLS_OSSL /* as native/build_quic.py says */
+#include <ngtcp2/ngtcp2_crypto_ossl.h>
+#else
+#include <gnutls/gnutls.h>
+#endif
 
 #define KEPT 4096
 #define PAGE 70000
@@ -43,7 +46,24 @@ static struct {
 static size_t kept;
 static uint8_t payload[PAGE];
 static uint64_t state;
-static const char *identity;
+
+/* Trusted by nobody but this file. */
+static const char identity[] =
+    "-----BEGIN PRIVATE KEY-----\n"
+    "MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgUnaUWIdkd7icW7G7\n"
+    "lgbXpub9Q4oHF6Yny2CQrRqrP4+hRANCAASQPtsoeKySs/Lwes8Eby131lkc50dh\n"
+    "Lv2gvRNvjpZzLSIXI4d4i6SsmQeK82ZVwd5RAacAvLIR5/dnFBH0PEyO\n"
+    "-----END PRIVATE KEY-----\n"
+    "-----BEGIN CERTIFICATE-----\n"
+    "MIIBdjCCARugAwIBAgIUGkh37qQnHKT2KnEXDmn44x2vUAIwCgYIKoZIzj0EAwIw\n"
+    "DzENMAsGA1UEAwwEZnV6ejAgFw0yNjExMzAwNzA5NDdaGA8yMTI2MTEwNjA3MDk0\n"
+    "N1owDzENMAsGA1UEAwwEZnV6ejBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABJA+\n"
+    "2yh4rJKz8vB6zwRvLXfWWRznR2Eu/aC9E2+OlnMtIhcjh3iLpKyZB4rzZlXB3lEB\n"
+    "pwC8shHn92cUEfQ8TI6jUzBRMB0GA1UdDgQWBBSP/E+0uCQOUSQzmTSdMh2MNNRY\n"
+    "QDAfBgNVHSMEGDAWgBSP/E+0uCQOUSQzmTSdMh2MNNRYQDAPBgNVHRMBAf8EBTAD\n"
+    "AQH/MAoGCCqGSM49BAMCA0kAMEYCIQD8L/7l4Naw4D3xMbz5++VbBKyrK4MhHPNW\n"
+    "d4RQ+zAa9QIhAJbJgvks3H6JUWarVz1f1W0EksubYfEliUHONcXucfGb\n"
+    "-----END CERTIFICATE-----\n";
 
 static uint64_t dice(void) { /* xorshift: the same on every machine */
   state ^= state << 13;
@@ -326,20 +346,26 @@ static void fuzz_peers(int count) {
 
 /* -- no certificate at all, and one that is not trusted -- */
 
+static void forget_certificate(quic_link *link) {
+#ifdef QUIC_TLS_OSSL
+  SSL_certs_clear(ngtcp2_crypto_ossl_ctx_get_ssl(link->session));
+#else
+  static gnutls_certificate_credentials_t none;
+  CHECK(none != NULL || gnutls_certificate_allocate_credentials(&none) == 0);
+  CHECK(gnutls_credentials_set(link->session, GNUTLS_CRD_CERTIFICATE, none) == 0);
+#endif
+}
+
 static void refuse(bool nameless) {
-  gnutls_certificate_credentials_t empty;
   int opened_before = server.opened, closed_before = server.closed;
   client.link = dial();
-  quic_link *link = client.endpoint->links[client.link & 0xffff];
-  CHECK(gnutls_certificate_allocate_credentials(&empty) == 0);
-  if (nameless) CHECK(gnutls_credentials_set(link->session, GNUTLS_CRD_CERTIFICATE, empty) == 0);
+  if (nameless) forget_certificate(client.endpoint->links[client.link & 0xffff]);
   server.trusting = nameless;
   CHECK(turn_until(&server.closed, closed_before + 1, false));
   CHECK(server.opened == opened_before && (server.why == QUIC_CLOSED_UNTRUSTED || server.why == QUIC_CLOSED_REFUSED));
   int client_closed = client.closed;
   if (client_closed == 0) CHECK(turn_until(&client.closed, 1, false));
   CHECK(client.why == QUIC_CLOSED_REFUSED);
-  gnutls_certificate_free_credentials(empty);
 }
 
 static void part(void (*run)(int), int argument) {
@@ -360,30 +386,8 @@ static void refuse_both(int unused) {
 
 static void run_datagrams(int count) { fuzz_datagrams(count); }
 
-static const char *make_identity(void) {
-  static char pem[16384];
-  gnutls_x509_privkey_t key;
-  gnutls_x509_crt_t certificate;
-  size_t key_size = sizeof pem / 2, size;
-  CHECK(gnutls_x509_privkey_init(&key) == 0 && gnutls_x509_crt_init(&certificate) == 0);
-  CHECK(gnutls_x509_privkey_generate(key, GNUTLS_PK_ECDSA, GNUTLS_CURVE_TO_BITS(GNUTLS_ECC_CURVE_SECP256R1), 0) == 0);
-  CHECK(gnutls_x509_crt_set_version(certificate, 3) == 0 && gnutls_x509_crt_set_serial(certificate, "1", 1) == 0);
-  CHECK(gnutls_x509_crt_set_dn(certificate, "CN=fuzz", NULL) == 0);
-  CHECK(gnutls_x509_crt_set_activation_time(certificate, 1000000000) == 0);
-  CHECK(gnutls_x509_crt_set_expiration_time(certificate, 4000000000) == 0);
-  CHECK(gnutls_x509_crt_set_key(certificate, key) == 0);
-  CHECK(gnutls_x509_crt_sign2(certificate, certificate, key, GNUTLS_DIG_SHA256, 0) == 0);
-  CHECK(gnutls_x509_privkey_export(key, GNUTLS_X509_FMT_PEM, pem, &key_size) == 0);
-  size = sizeof pem - key_size - 1;
-  CHECK(gnutls_x509_crt_export(certificate, GNUTLS_X509_FMT_PEM, pem + key_size, &size) == 0);
-  gnutls_x509_crt_deinit(certificate);
-  gnutls_x509_privkey_deinit(key);
-  return pem;
-}
-
 int main(int argc, char **argv) {
   CHECK(argc == 3);
-  identity = make_identity();
   state = strtoull(argv[2], NULL, 10) * 2654435761u + 1;
   for (size_t i = 0; i < PAGE; i++) payload[i] = (uint8_t)dice();
   part(run_datagrams, atoi(argv[1]));

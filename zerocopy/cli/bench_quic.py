@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from native.build_quic import compiler_arguments, find_backend
+
 ROOT: Final = Path(__file__).resolve().parents[2]
 AIOQUIC: Final = "aioquic"
-LIBRARIES: Final = ("-lngtcp2", "-lngtcp2_crypto_gnutls", "-lgnutls")
 SAMPLE_S: Final = 300  # a first measurement of aioquic also installs it
 
 
@@ -51,9 +52,13 @@ class References:
         source = ROOT / "benches" / "quic_ceiling.c"
         if not source.exists():
             return "benches/ is not part of this installation: run from a checkout"
-        command = [os.environ.get("CC", "cc"), "-std=c11", "-O2", str(source), "-I", str(ROOT / "native")]
+        from transport.quic_engine import engine_name
+
+        backend = find_backend("gnutls" if "GnuTLS" in engine_name() else "openssl")  # what the link itself runs on
+        assert backend is not None
+        command = [os.environ.get("CC", "cc"), "-std=c11", "-O2", "-o", str(self._program), str(source)]
         try:
-            done = subprocess.run([*command, "-o", str(self._program), *LIBRARIES], capture_output=True, text=True)
+            done = subprocess.run([*command, *compiler_arguments(backend)], capture_output=True, text=True)
         except OSError as error:
             return f"{command[0]}: {error.strerror or error}"
         return f"{command[0]} failed: {_last_line(done.stderr)}" if done.returncode else ""

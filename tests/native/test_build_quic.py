@@ -1,0 +1,61 @@
+"""Which TLS library QUIC is built with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from native import build_quic
+from native.build_quic import BACKENDS, compiler_arguments, find_backend
+
+
+@pytest.fixture
+def prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty one, the only one that is searched."""
+    monkeypatch.setattr(build_quic, "_PREFIXES", (tmp_path,))
+    monkeypatch.delenv("ZC_QUIC_TLS", raising=False)
+    return tmp_path
+
+
+def install(prefix: Path, *names: str) -> None:
+    folder = prefix / "include" / "ngtcp2"
+    folder.mkdir(parents=True, exist_ok=True)
+    for header in ("ngtcp2.h", *(BACKENDS[name].header for name in names)):
+        (folder / header).touch()
+
+
+@pytest.mark.parametrize(
+    ("installed", "chosen"),
+    [((), None), (("openssl",), "openssl"), (("gnutls",), "gnutls"), (("openssl", "gnutls"), "gnutls")],
+)
+def test_gnutls_is_taken_where_it_is_installed_else_openssl_else_nothing(
+    prefix: Path, installed: tuple[str, ...], chosen: str | None
+) -> None:
+    install(prefix, *installed)
+    found = find_backend()
+    assert (found and found.source) == (chosen and BACKENDS[chosen].source)
+
+
+def test_the_one_that_is_insisted_on_is_taken_or_refused_by_name(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(prefix, "gnutls")
+    monkeypatch.setenv("ZC_QUIC_TLS", "openssl")
+    with pytest.raises(ValueError, match=r"'openssl', but no ngtcp2_crypto_ossl.h"):
+        find_backend()
+    install(prefix, "openssl")
+    found = find_backend()
+    assert found is not None and found.source == "quic_tls_ossl.c"
+    monkeypatch.setenv("ZC_QUIC_TLS", "schannel")
+    with pytest.raises(ValueError, match=r"'schannel': one of gnutls, openssl"):
+        find_backend()
+
+
+def test_an_openssl_that_homebrew_keeps_apart_is_found(prefix: Path) -> None:
+    install(prefix, "openssl")
+    keg = prefix / "opt" / "openssl@3"
+    (keg / "include").mkdir(parents=True)
+    (keg / "lib").mkdir()
+    found = find_backend()
+    assert found is not None
+    arguments = compiler_arguments(found)
+    assert f"-I{keg}/include" in arguments and f"-L{keg}/lib" in arguments and "-DQUIC_TLS_OSSL" in arguments
