@@ -1,6 +1,6 @@
 """Builds `native._quic` with cffi, where ngtcp2 and a TLS library it knows are installed.
 
-GnuTLS where there is, else OpenSSL; the environment variable ZC_QUIC_TLS, `gnutls` or `openssl`, insists on one.
+GnuTLS where there is, else OpenSSL; the environment variable QUIC_TLS, `gnutls` or `openssl`, insists on one.
 Without either everything else works: `zc-handoff doctor` says what to install. The headers between their cffi marks are
 the interface; the events of `quic_events` arrive in the functions declared here. Run as a program it prints what a C
 compiler needs beside the sources that every backend shares, or nothing.
@@ -22,7 +22,7 @@ _HEADERS: Final = ("quic.h", "quic_internal.h", "quic_shim.h")
 # Homebrew links ngtcp2 into its prefix, but not OpenSSL, of which macOS had its own.
 _PREFIXES: Final = tuple(Path(p) for p in ("/usr", "/usr/local", "/opt/homebrew"))
 _KEG: Final = Path("opt", "openssl@3")
-_FORCE: Final = "ZC_QUIC_TLS"
+_FORCE: Final = "QUIC_TLS"  # not ZC_...: those are the daemon's settings, and it refuses others
 
 
 class Backend(NamedTuple):

@@ -232,11 +232,8 @@ def _resolve(result: asyncio.Future[int], value: int, error: Exception | None) -
 
 def pack_address(family: int, sockaddr: SocketAddress) -> bytes:
     """A struct sockaddr_in or sockaddr_in6."""
-    head = (
-        struct.pack("=H", family)
-        if sys.platform == "linux"
-        else struct.pack("=BB", 16 if family == socket.AF_INET else 28, family)
-    )
+    size = 16 if family == socket.AF_INET else 28
+    head = struct.pack("=H", family) if sys.platform == "linux" else struct.pack("=BB", size, family)
     port = struct.pack("!H", sockaddr[1])
     if family == socket.AF_INET:
         return head + port + socket.inet_aton(sockaddr[0]) + bytes(8)

@@ -14,7 +14,7 @@ from native.build_quic import BACKENDS, compiler_arguments, find_backend
 def prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty one, the only one that is searched."""
     monkeypatch.setattr(build_quic, "_PREFIXES", (tmp_path,))
-    monkeypatch.delenv("ZC_QUIC_TLS", raising=False)
+    monkeypatch.delenv("QUIC_TLS", raising=False)
     return tmp_path
 
 
@@ -39,13 +39,13 @@ def test_gnutls_is_taken_where_it_is_installed_else_openssl_else_nothing(
 
 def test_the_one_that_is_insisted_on_is_taken_or_refused_by_name(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(prefix, "gnutls")
-    monkeypatch.setenv("ZC_QUIC_TLS", "openssl")
+    monkeypatch.setenv("QUIC_TLS", "openssl")
     with pytest.raises(ValueError, match=r"'openssl', but no ngtcp2_crypto_ossl.h"):
         find_backend()
     install(prefix, "openssl")
     found = find_backend()
     assert found is not None and found.source == "quic_tls_ossl.c"
-    monkeypatch.setenv("ZC_QUIC_TLS", "schannel")
+    monkeypatch.setenv("QUIC_TLS", "schannel")
     with pytest.raises(ValueError, match=r"'schannel': one of gnutls, openssl"):
         find_backend()
 
