@@ -34,7 +34,7 @@ def small_steps(transport: str) -> dict[str, Any]:
         return {"record_bytes": 64 << 10}
     from transport.quic_engine import EngineOptions
 
-    return {"options": EngineOptions(window_bytes=1 << 20)}
+    return {"options": EngineOptions(window_bytes=64 << 10)}
 
 
 def mapped(size: int) -> memoryview:

@@ -156,6 +156,8 @@ def test_a_payload_is_no_longer_read_once_its_cancelled_future_resolves(
             last = link.send_page(b"last", pattern(100_000, 5))
             await b.until(began.is_set)  # the receiver hangs: what follows cannot be through
             assert future.cancel() and not future.done()
+            if transport == "quic":
+                go.set()  # what is in flight stays pinned until the receiver has it
             await asyncio.wait([future])
             assert future.cancelled()
             unmap(view)  # BufferError if anything still held it
