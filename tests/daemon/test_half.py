@@ -1,0 +1,59 @@
+"""What both halves of a handoff do with their machine when the link does not do its part."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import cast
+
+from tests.daemon.front_door import on_uvloop
+from tests.handoff.scene import HANDOFF, IDENTITY, PROMPT, SCHEMA
+from transport.link import Link, LinkError
+from zerocopy.daemon.half import HandoffHalf
+from zerocopy.daemon.trace import Trace
+from zerocopy.handoff.sink import SinkHandoff
+
+
+class _Refusing:
+    """Only what a half asks of a link."""
+
+    def send(self, message: bytes) -> None:
+        raise LinkError("queue-full", "4096 messages wait already: the peer does not read")
+
+
+def half(queue_s: float) -> HandoffHalf[SinkHandoff]:
+    machine = SinkHandoff(
+        HANDOFF, IDENTITY, SCHEMA, PROMPT, tenant="", probe=True, queue_deadline_s=queue_s, now=time.monotonic()
+    )
+    trace = Trace(HANDOFF.hex(), "decoder", "peer", "tcp", len(PROMPT))
+    return HandoffHalf(cast(Link, _Refusing()), machine, trace)
+
+
+@on_uvloop
+async def test_a_message_that_the_link_does_not_take_ends_the_handoff_with_the_links_reason() -> None:
+    """Never a handoff that waits for an answer to what was not sent."""
+    mine = half(queue_s=60.0)
+    mine._do(mine.machine.offer())
+    outcome = mine.machine.outcome
+    assert outcome is not None and not outcome.committed
+    assert outcome.reason == "link-lost" and "4096 messages" in outcome.message
+    assert (mine.trace.outcome, mine.trace.reason) == ("aborted", "link-lost")
+    assert mine._drained.is_set()
+
+
+@on_uvloop
+async def test_a_half_that_sleeps_wakes_at_its_machines_deadline() -> None:
+    mine = half(queue_s=0.05)
+    async with asyncio.timeout(10):
+        while not mine.machine.over:
+            await mine._sleep()
+    assert mine.trace.reason == "queue-deadline"
+    assert time.monotonic() >= mine.machine.deadline
+
+
+@on_uvloop
+async def test_only_the_first_reason_counts() -> None:
+    mine = half(queue_s=60.0)
+    mine.fail("cancelled", "first")
+    mine.fail("link-lost", "second")
+    assert mine.trace.reason == "cancelled"
