@@ -168,7 +168,7 @@ def test_a_page_that_no_credit_will_ever_cover_ends_the_handoff(tmp_path: Path) 
             task = await stage.granted(credit=1000)
             stage.host.worker.export(task, stage.pages[0])
             await stage.failed("page-too-large")
-            assert stage.aborts() == ["page-too-large"]
+            await until(lambda: stage.aborts() == ["page-too-large"])
             await stage.committed()
 
     run(scenario())

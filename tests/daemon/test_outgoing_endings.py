@@ -171,7 +171,7 @@ def test_a_job_that_fails_ends_the_handoff_with_the_engines_reason(tmp_path: Pat
             await asyncio.sleep(0.02)
             stage.sink.gate.set()
             await stage.failed("token-range")
-            assert stage.aborts() == ["token-range"]
+            await until(lambda: stage.aborts() == ["token-range"])
             await stage.committed()
 
     run(scenario())
@@ -187,7 +187,7 @@ def test_a_worker_that_dies_ends_the_handoff(tmp_path: Path, reach: End) -> None
             await asyncio.sleep(0.02)
             stage.sink.gate.set()
             await stage.failed("worker-lost")
-            assert stage.aborts() == ["worker-lost"]
+            await until(lambda: stage.aborts() == ["worker-lost"])
             stage.host.worker.facts = FACTS
             await stage.committed()
 
@@ -222,7 +222,7 @@ def test_a_decoder_that_does_not_answer_is_given_up_at_its_own_deadline(tmp_path
             stage.ask(queue_deadline_s=0.1)
             await stage.reserved()
             await stage.failed("queue-deadline")
-            assert stage.aborts() == ["queue-deadline"]
+            await until(lambda: stage.aborts() == ["queue-deadline"])
             await stage.committed()
 
     run(scenario())
@@ -255,7 +255,7 @@ def test_a_transfer_ends_at_its_deadline(tmp_path: Path, exported: int) -> None:
                 for page in stage.pages[:exported]:
                     stage.host.worker.export(task, page)
             await stage.failed("transfer-deadline")
-            assert stage.aborts() == ["transfer-deadline"]
+            await until(lambda: stage.aborts() == ["transfer-deadline"])
             await stage.committed()
 
     run(scenario())
