@@ -41,19 +41,23 @@ def commit(job: DecodeJob) -> None:
     run(job)
 
 
+def moved_and_local(play: Stage) -> tuple[p.Generated, p.Generated]:
+    """The same prompt, handed over and evaluated where it is continued."""
+    commit(hand_over(play))
+    moved = play.outbox.one(p.Generated)
+    play.sink.clear()
+    play.outbox.messages.clear()
+    run(play.generate(PROMPT, imported=False))
+    return moved, play.outbox.one(p.Generated)
+
+
 # -- the whole way
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_imported_prompt_continues_bit_for_bit_as_one_that_never_left(stage: OpenStage, family: str) -> None:
     """V1, V3: logits, MTP logits, tokens and re-exported state."""
-    play = stage(family)
-    commit(hand_over(play))
-    moved = play.outbox.one(p.Generated)
-    play.sink.clear()
-    play.outbox.messages.clear()
-    run(play.generate(PROMPT, imported=False))
-    local = play.outbox.one(p.Generated)
+    moved, local = moved_and_local(stage(family))
     assert moved.proof == local.proof
     assert moved.proof is not None
     assert len(moved.proof["logits"]) == 8  # type: ignore[arg-type]
@@ -68,13 +72,8 @@ def test_mtp_pages_of_several_ranges_continue_bit_for_bit_too(
     play = stage(EVERYTHING)
     ranges = [page.header.tokens for page in play.exported(PROMPT) if page.header.component is Component.MTP_KV]
     assert ranges == [(0, 32), (32, 64), (64, 76)]
-    play = stage(EVERYTHING)
-    commit(hand_over(play))
-    moved = play.outbox.one(p.Generated)
-    play.sink.clear()
-    play.outbox.messages.clear()
-    run(play.generate(PROMPT, imported=False))
-    assert moved.proof is not None and moved.proof == play.outbox.one(p.Generated).proof
+    moved, local = moved_and_local(stage(EVERYTHING))
+    assert moved.proof is not None and moved.proof == local.proof
 
 
 def test_an_import_beside_others_is_evaluated_in_their_engine_call(stage: OpenStage) -> None:
