@@ -1,13 +1,13 @@
 """Serving beside llama.cpp's own server, in one run: `python benches/serve_peers.py`, JSON on stdout.
 
-Three servers with one model, one engine build and the same threads: this program with local prompts, this program with
-prompts handed over from a second host on this machine, and the server inside the `xllamacpp` wheel. Each is asked the
-same requests at the same concurrency, in rounds that alternate between them. Prompts alone give the prefill rate,
-answers to short prompts the decode rate, both together first-token times and gaps. Rates and first-token times are
-medians of the rounds; the gaps of all rounds are one sample, of which p99 is taken. Rounds go on until each server has
-`--gaps` of them: a p99 of fewer than a hundred is their largest, that of 500 has five above it; and three at least, for
-the median of two is the worse one. A round takes 10, 40 and 75 s at concurrency 1, 4 and 8 on two cores, and 11, 3 and
-3 of them are needed.
+Three servers with one model, one engine build and as many threads: this program with local prompts, this program with
+prompts handed over from a second host on this machine, and the server inside the `xllamacpp` wheel, each with its own
+defaults otherwise. Each is asked the same requests at the same concurrency, in rounds that begin with each in turn.
+Prompts alone give the prefill rate, answers to short prompts the decode rate, both together first-token times and gaps.
+Rates and first-token times are medians of the rounds; the gaps of all rounds are one sample, of which p99 is taken.
+Rounds go on until each server has `--gaps` of them: a p99 of fewer than a hundred is their largest, that of 500 has
+five above it; and three at least, for the median of two is the worse one. A round takes 10, 40 and 75 s at concurrency
+1, 4 and 8 on two cores, and 11, 3 and 3 of them are needed.
 Owns the servers' processes and a folder for their keys.
 """
 
@@ -21,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -37,6 +38,7 @@ WORDS: Final = 40_000  # below SmolLM2's vocabulary
 N_CTX: Final = 1024
 ROUNDS: Final = 3  # at least
 PEER_NAME: Final = "llama-server"
+RATES: Final = ("prefill_tokens_per_s", "decode_tokens_per_s", "answer_tokens_per_s")
 
 PEER: Final = """
 import os, sys, time
@@ -58,9 +60,8 @@ os._exit(0)
 def peer(threads: int, slots: int, chunk: int) -> Iterator[str]:
     """llama.cpp's server; yields its address."""
     command = [sys.executable, "-c", PEER, str(smollm2()), str(threads), str(slots), str(chunk)]
-    environment = {"OMP_WAIT_POLICY": "passive", **os.environ}  # as our worker has it: spinning costs both the same
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     assert process.stdin and process.stdout
     try:
@@ -124,15 +125,22 @@ def row(server: str, concurrency: int, rounds: Sequence[Round]) -> dict[str, Any
     return {"server": server, "concurrency": concurrency, **figures, **sampled, "rounds": len(rounds)}
 
 
+def spread(ours: Sequence[Round], theirs: Sequence[Round]) -> dict[str, list[float]]:
+    """Smallest and largest ratio to llama.cpp's server within one round: what of a difference is noise."""
+    within = {key: [a.figures[key] / b.figures[key] for a, b in zip(ours, theirs, strict=True)] for key in RATES}
+    return {key: [round(min(each), 3), round(max(each), 3)] for key, each in within.items()}
+
+
 def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of this program to llama.cpp's server at the same concurrency."""
+    """Of this program to llama.cpp's server at the same concurrency; `spread` is of rounds."""
     theirs = {row["concurrency"]: row for row in rows if row["server"] == PEER_NAME}
-    keys = ("prefill_tokens_per_s", "decode_tokens_per_s", "answer_tokens_per_s", "ttft_p50_s", "gap_p99_s")
+    keys = (*RATES, "ttft_p50_s", "gap_p99_s")
     return [
         {
             "server": row["server"],
             "concurrency": row["concurrency"],
             **{key: round(row[key] / theirs[row["concurrency"]][key], 3) for key in keys},
+            "spread": row["spread"],
         }
         for row in rows
         if row["server"] != PEER_NAME
@@ -166,12 +174,14 @@ def run(concurrencies: Sequence[int], gaps: int, threads: int, chunk: int) -> di
             ask_all(target, 1, 16, 2)  # warm
         for concurrency in concurrencies:
             seen: dict[str, list[Round]] = {name: [] for name in targets}
+            order = deque(targets)
             while not all(enough(many, gaps) for many in seen.values()):
-                for name, target in targets.items():
-                    seen[name].append(measure(target, concurrency))
+                for name in order:
+                    seen[name].append(measure(targets[name], concurrency))
                     print(f"{name} {seen[name][-1].figures}", file=sys.stderr)
+                order.rotate(-1)  # a machine that becomes slower meanwhile is not always the same server's loss
             for name, many in seen.items():
-                rows.append(row(name, concurrency, many))
+                rows.append(row(name, concurrency, many) | {"spread": spread(many, seen[PEER_NAME])})
                 print(rows[-1], file=sys.stderr)
     machine = {"threads": threads, "chunk_tokens": chunk, "load": os.getloadavg()[0]}
     return {"rows": rows, "ratios": ratios(rows), **machine}
