@@ -95,7 +95,7 @@ typedef struct {
   uint64_t ignored;      /* datagrams that belong to no link and opened none */
   uint64_t retries_sent; /* address validations */
   uint64_t resets_sent;  /* answers to links of an earlier life of this host */
-  uint64_t refused;      /* handshakes not begun because of a limit */
+  uint64_t refused;      /* handshakes not begun, or ended for a newer one, because of a limit */
   uint64_t links;
   int gso;
   int gro;

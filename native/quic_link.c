@@ -169,8 +169,38 @@ static int begin(quic_link *link, const quic_address *peer, socklen_t peer_size,
                                 &params, NULL, link);
 }
 
+static bool same_network(const ngtcp2_addr *one, const quic_address *other) {
+  quic_address address;
+  memcpy(&address, one->addr, one->addrlen);
+  if (address.any.sa_family != other->any.sa_family) return false;
+  if (address.any.sa_family == AF_INET) return address.v4.sin_addr.s_addr == other->v4.sin_addr.s_addr;
+  return memcmp(&address.v6.sin6_addr, &other->v6.sin6_addr, 8) == 0; /* a host has a whole /64 */
+}
+
+/* Who begins handshakes and never ends them keeps no peer out, which needs milliseconds for its own: the oldest of
+ * the newcomer's network goes, else the oldest of all. */
+static void end_a_stranger(quic_endpoint *endpoint, const quic_address *newcomer, uint64_t now) {
+  quic_link *oldest = NULL;
+  bool alike = false;
+  for (size_t i = 0; i < endpoint->slots; i++) {
+    quic_link *link = endpoint->links[i];
+    if (link == NULL || !link->server || link->state != QUIC_LINK_GREETING) continue;
+    bool near = same_network(&ngtcp2_conn_get_path(link->conn)->remote, newcomer);
+    if (oldest == NULL || near > alike || (near == alike && link->id < oldest->id)) {
+      oldest = link;
+      alike = near;
+    }
+  }
+  if (oldest == NULL) return;
+  endpoint->counts.refused++;
+  endpoint->links[oldest->id & 0xffff] = NULL;
+  quic_link_end(oldest, QUIC_CLOSED_NO_ANSWER, now);
+  quic_link_free(oldest);
+}
+
 quic_link *quic_link_new(quic_endpoint *endpoint, int socket, const quic_address *peer, socklen_t peer_size,
                          const ngtcp2_pkt_hd *initial, const ngtcp2_cid *original, uint64_t now) {
+  if (endpoint->greeting >= endpoint->options.max_greeting) end_a_stranger(endpoint, peer, now);
   size_t slot = 0;
   while (slot < endpoint->slots && endpoint->links[slot] != NULL) slot++;
   if (slot == endpoint->slots || endpoint->greeting >= endpoint->options.max_greeting) return NULL;

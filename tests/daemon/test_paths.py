@@ -11,9 +11,11 @@ import msgspec
 import pytest
 import uvloop
 
+from tests.daemon import wires
 from tests.daemon.slow_relay import SlowRelay
 from tests.daemon.test_peers import Node, nodes
 from tests.daemon.wires import keys, until
+from tests.transport.udp_relay import Relay
 from transport import probe
 from transport.link import LinkError
 from zerocopy.daemon import paths
@@ -31,6 +33,10 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "RETIRE_AFTER_S", 0.1)
 
 
+# Faults of a path and handoffs on it are tried over both transports; the choice among paths sees no transport.
+over_both = pytest.mark.usefixtures("transport")
+
+
 class Pair:
     """`a` dials `b`, which can be reached over relays of its own choosing and, at `direct`, without one."""
 
@@ -38,12 +44,16 @@ class Pair:
         self.stores = keys(folder, "a", "b")
         self.b = Node("b", self.stores["b"])
         self.a: Node
-        self.relays: list[SlowRelay] = []
+        self.relays: list[SlowRelay | Relay] = []
         self.direct = ""
 
     async def relay(self, bits_per_s: float) -> str:
-        self.relays.append(SlowRelay(self.direct, bits_per_s))
-        return await self.relays[-1].listen()
+        relay: SlowRelay | Relay = SlowRelay(self.direct, bits_per_s)
+        if wires.transport == "quic":
+            host, _, port = self.direct.rpartition(":")
+            relay = Relay((host, int(port)), bits_per_s=bits_per_s)
+        self.relays.append(relay)
+        return await relay.listen()
 
     def start(self, *addresses: str) -> None:
         self.a = Node("a", self.stores["a"], {"b": addresses})
@@ -82,6 +92,7 @@ async def pair(folder: Path) -> AsyncIterator[Pair]:
             await relay.close()
 
 
+@over_both
 def test_the_fastest_of_several_addresses_is_used_and_the_status_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -119,6 +130,7 @@ def test_a_change_of_the_paths_is_noticed(tmp_path: Path, monkeypatch: pytest.Mo
     scenario(tmp_path, play)
 
 
+@over_both
 def test_when_the_path_in_use_falls_the_other_takes_over(tmp_path: Path) -> None:
     async def play(both: Pair) -> None:
         slow = await both.relay(SLOW)
@@ -181,6 +193,7 @@ def test_nothing_is_measured_while_a_handoff_runs(tmp_path: Path) -> None:
     scenario(tmp_path, play)
 
 
+@over_both
 def test_a_handoff_that_comes_during_a_measurement_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "MAX_S", 5.0)
 

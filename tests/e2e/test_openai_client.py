@@ -16,9 +16,10 @@ WANTED = {"x-zc-placement": "disaggregated", "x-zc-fallback": "deny"}
 
 
 @pytest.fixture(scope="module")
-def chatty(start_pair: StartPair) -> Iterator[Pair]:
+def chatty(start_pair: StartPair, transport: str) -> Iterator[Pair]:
     rings = ["--ring-mib", "8"]
-    with start_pair(model=smollm2(), prefill_flags=rings, decode_flags=[*rings, "--tenant-requests", "3"]) as pair:
+    few = [*rings, "--tenant-requests", "3"]
+    with start_pair(model=smollm2(), transport=transport, prefill_flags=rings, decode_flags=few) as pair:
         yield pair
 
 

@@ -33,6 +33,8 @@ from tests.e2e.pair import (
     text_of,
     wait_until,
 )
+from tests.transport.udp_relay import Relay
+from transport.quic_choice import SCHEME
 from zerocopy.cli.hosts import Answer, Host, Hosts
 
 MORE = ("--sequences", "4", "--kv-tokens", "4096", "--rings", "4")
@@ -187,9 +189,12 @@ def free_port() -> int:
 
 
 @contextmanager
-def slow_path_to(address: str, bits_per_s: float) -> Iterator[tuple[str, SlowRelay]]:
-    """Where `address` can be reached at that speed, per connection and direction, and what makes it slow."""
-    relay, loop = SlowRelay(address, bits_per_s), asyncio.new_event_loop()
+def slow_path_to(port: int, bits_per_s: float, transport: str) -> Iterator[tuple[str, SlowRelay | Relay]]:
+    """Where that port can be reached at that speed, per connection and direction, and what makes it slow."""
+    relay: SlowRelay | Relay = SlowRelay(f"127.0.0.1:{port}", bits_per_s)
+    if transport == "quic":
+        relay = Relay(("127.0.0.1", port), bits_per_s=bits_per_s)
+    loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     try:
@@ -200,20 +205,21 @@ def slow_path_to(address: str, bits_per_s: float) -> Iterator[tuple[str, SlowRel
         thread.join(5)
 
 
-def test_a_handoff_over_a_slow_link_holds_up_no_other(model_file: ModelFile, tmp_path: Path) -> None:
+def test_a_handoff_over_a_slow_link_holds_up_no_other(model_file: ModelFile, tmp_path: Path, transport: str) -> None:
     """H5: one prefiller, one decoder behind 0.1 MB/s a connection; what another asks for afterwards is there before."""
     with Hosts(tmp_path) as hosts, ThreadPoolExecutor(1) as pool:
         common = ["--model", str(model_file("llama", scale=4)), *ENGINE, *MORE]
         port = free_port()
         listen = f"127.0.0.1:{port}"
-        with slow_path_to(listen, 8e5) as (slow_path, relay):
+        with slow_path_to(port, 8e5, transport) as (slow_path, relay):
             # It is known by the slow path only; `near` is told the other one.
             prefiller = hosts.add(
                 "prefiller", ["--role", "prefill", *common, "--listen", listen, "--advertise", slow_path]
             )
             prefiller.address = listen
-            far = hosts.add("far", ["--role", "decode", *common, "--peer", f"prefiller={slow_path}"])
-            near = hosts.add("near", ["--role", "decode", *common], peers=[prefiller])
+            scheme = SCHEME if transport == "quic" else ""
+            far = hosts.add("far", ["--role", "decode", *common, "--peer", f"prefiller={scheme}{slow_path}"])
+            near = hosts.add("near", ["--role", "decode", *common], peers=[prefiller], transport=transport)
             for host in (prefiller, far, near):
                 host.start()
             prefiller.wait_ready()

@@ -163,7 +163,7 @@ def _refused(stranger: Host) -> bool:
     return not peer["connected"] and peer["last_error"] != "not connected yet"
 
 
-@pytest.mark.parametrize("transport", ["tcp"], indirect=True, scope="session")  # QUIC's are in `tests/transport`
+@pytest.mark.parametrize("transport", ["tcp"], indirect=True, scope="session")  # QUIC's: test_quic_strangers.py
 def test_half_open_connections_keep_no_peer_out(peers: Pair) -> None:
     cost = _Cost(peers.prefiller)
     with contextlib.ExitStack() as held:

@@ -1,6 +1,6 @@
-"""Pages between the two hosts of a netlab, through the real TCP endpoint, compared byte by byte where they land.
+"""Pages between the two hosts of a netlab, through the real endpoint, compared byte by byte where they land.
 
-    scripts/netlab LINK -- python -m tests.transport.lab_link FOLDER CONGESTION MIB ipv4|ipv6|link-local
+    scripts/netlab LINK -- python -m tests.transport.lab_link FOLDER tcp|quic CONGESTION MIB ipv4|ipv6|link-local
 
 Prints one line of JSON. The command itself runs on neither host; it starts the receiver on B, then the sender on A.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.transport.hosts import Host, Slot, pattern
 from transport.keys import KeyStore
-from transport.tcp_link import TcpLink
+from transport.link import Link
 
 PAGE = 1 << 20
 PORT = 7600
@@ -31,12 +31,13 @@ def address_of_b(kind: str) -> str:
     return f"[{local}%wire0]:{PORT}"
 
 
-def main(folder: Path, congestion: str, mib: str, kind: str) -> None:
+def main(folder: Path, transport: str, congestion: str, mib: str, kind: str) -> None:
     a, b = Host(folder, "a"), Host(folder, "b")
     a.trust(b)
     b.trust(a)
     address = address_of_b(kind)
-    roles = [["B", "receive", str(folder), congestion, address], ["A", "send", str(folder), congestion, address, mib]]
+    how = [str(folder), transport, congestion, address]
+    roles = [["B", "receive", *how], ["A", "send", *how, mib]]
     words = [["ip", "netns", "exec", host, sys.executable, "-m", __spec__.name, *role] for host, *role in roles]
     receiver = subprocess.Popen(words[0], stdout=subprocess.PIPE, text=True)
     assert receiver.stdout is not None and receiver.stdout.readline() == "listening\n"
@@ -47,14 +48,14 @@ def main(folder: Path, congestion: str, mib: str, kind: str) -> None:
 class LabHost(Host):
     """Its key was made by `main`, before both hosts could trust each other."""
 
-    def __init__(self, folder: Path, name: str, congestion: str) -> None:
-        super().__init__(folder / "unused", name)
+    def __init__(self, folder: Path, name: str, transport: str, congestion: str) -> None:
+        super().__init__(folder / "unused", name, transport)
         self.keys = KeyStore(folder / name)
-        self.open(streams=2, congestion=congestion)
+        self.open(congestion=congestion, **({"streams": 2} if transport == "tcp" else {}))
 
 
-async def receive(folder: Path, congestion: str, address: str) -> None:
-    host = LabHost(folder, "b", congestion)
+async def receive(folder: Path, transport: str, congestion: str, address: str) -> None:
+    host = LabHost(folder, "b", transport, congestion)
     payloads = [pattern(PAGE, seed) for seed in range(IN_FLIGHT)]
     right: list[bool] = []
 
@@ -72,8 +73,8 @@ async def receive(folder: Path, congestion: str, address: str) -> None:
     await host.endpoint.close()
 
 
-async def send(folder: Path, congestion: str, address: str, mib: str) -> None:
-    host = LabHost(folder, "a", congestion)
+async def send(folder: Path, transport: str, congestion: str, address: str, mib: str) -> None:
+    host = LabHost(folder, "a", transport, congestion)
     link = await host.endpoint.connect("b", address)
     await host.until(lambda: link.stats.rtt_s is not None)
     rtt_s, pages = link.stats.rtt_s, (int(mib) << 20) // PAGE
@@ -84,11 +85,11 @@ async def send(folder: Path, congestion: str, address: str, mib: str) -> None:
     link.send(b"how many were right?")
     await host.until(lambda: bool(host.messages))
     figures = {"pages": pages, "right": int(host.messages[0]), "rtt_s": rtt_s, "gbps": 8e-9 * pages * PAGE / elapsed}
-    print(json.dumps(figures | {"lost": link.stats.streams_lost}))
+    print(json.dumps(figures))
     await host.endpoint.close()
 
 
-async def transfer(link: TcpLink, payloads: list[memoryview], pages: int) -> None:
+async def transfer(link: Link, payloads: list[memoryview], pages: int) -> None:
     free = asyncio.Semaphore(len(payloads))
     sending = []
     for number in range(pages):
@@ -101,9 +102,9 @@ async def transfer(link: TcpLink, payloads: list[memoryview], pages: int) -> Non
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["receive", folder, congestion, address]:
-            asyncio.run(receive(Path(folder), congestion, address))
-        case ["send", folder, congestion, address, mib]:
-            asyncio.run(send(Path(folder), congestion, address, mib))
-        case [folder, congestion, mib, kind]:
-            main(Path(folder), congestion, mib, kind)
+        case ["receive", folder, transport, congestion, address]:
+            asyncio.run(receive(Path(folder), transport, congestion, address))
+        case ["send", folder, transport, congestion, address, mib]:
+            asyncio.run(send(Path(folder), transport, congestion, address, mib))
+        case [folder, transport, congestion, mib, kind]:
+            main(Path(folder), transport, congestion, mib, kind)

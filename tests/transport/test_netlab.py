@@ -1,4 +1,4 @@
-"""scripts/netlab itself, and what the TCP link does on links that are no loopback.
+"""scripts/netlab itself, and what links do on networks that are no loopback.
 
 Rates, round trips and losses are those of the emulation; nothing here asserts a speed from below. Congestion control is
 named in every test: the default of this machine may be any.
@@ -30,9 +30,11 @@ def netlab(*words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[st
     )
 
 
-def link(tmp_path: Path, spec: str, congestion: str, mib: int, kind: str = "ipv4") -> tuple[dict[str, Any], str]:
+def link(
+    tmp_path: Path, transport: str, spec: str, congestion: str, mib: int, kind: str = "ipv4"
+) -> tuple[dict[str, Any], str]:
     """Figures of `tests.transport.lab_link` on such a link, and what the lab said."""
-    program = [sys.executable, "-m", "tests.transport.lab_link", str(tmp_path), congestion, str(mib), kind]
+    program = [sys.executable, "-m", "tests.transport.lab_link", str(tmp_path), transport, congestion, str(mib), kind]
     done = netlab(spec, "--congestion", congestion, "--", *program)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
@@ -134,39 +136,39 @@ def test_labs_run_side_by_side() -> None:
         assert (lab.returncode, "10.78.0.1/24" in shown) == (0, True)
 
 
-# -- the TCP link on it ----------------------------------------------------------------------------------------------
+# -- links on it -----------------------------------------------------------------------------------------------------
 
 
 @as_root
-def test_every_page_is_exact_at_1_gbit(tmp_path: Path) -> None:
-    figures, said = link(tmp_path, "1gbit", "cubic", 32)
+def test_every_page_is_exact_at_1_gbit(tmp_path: Path, transport: str) -> None:
+    figures, said = link(tmp_path, transport, "1gbit", "cubic", 32)
     assert figures["gbps"] < 1.05
     assert "cubic" in said
 
 
 @as_root
-def test_every_page_is_exact_under_loss(tmp_path: Path) -> None:
-    _, said = link(tmp_path, "1gbit,rtt=2ms,loss=1%", "bbr", 16)
+def test_every_page_is_exact_under_loss(tmp_path: Path, transport: str) -> None:
+    _, said = link(tmp_path, transport, "1gbit,rtt=2ms,loss=1%", "bbr", 16)
     lost = int(said.rpartition("wire0  ")[2].split()[0])
     assert lost > 16 * 700 * 0.01 / 2, "as many packets as that were lost, roughly"
 
 
 @as_root
-def test_every_page_is_exact_over_a_long_round_trip_and_the_round_trip_is_seen(tmp_path: Path) -> None:
-    figures, _ = link(tmp_path, "1gbit,rtt=20ms", "cubic", 24)
+def test_every_page_is_exact_over_a_long_round_trip_and_the_round_trip_is_seen(tmp_path: Path, transport: str) -> None:
+    figures, _ = link(tmp_path, transport, "1gbit,rtt=20ms", "cubic", 24)
     assert 0.019 < figures["rtt_s"] < 1
 
 
 @as_root
 @pytest.mark.parametrize("kind", ["ipv6", "link-local"])
-def test_ipv6_and_link_local_addresses_work(tmp_path: Path, kind: str) -> None:
+def test_ipv6_and_link_local_addresses_work(tmp_path: Path, transport: str, kind: str) -> None:
     """A link-local address with its zone is what a cable between two machines has without any configuration."""
-    link(tmp_path, "1gbit,mtu=9000", "cubic", 8, kind)
+    link(tmp_path, transport, "1gbit,mtu=9000", "cubic", 8, kind)
 
 
 @as_root
 def test_hosts_find_the_faster_link_by_what_is_advertised_and_leave_it_when_it_goes_down(tmp_path: Path) -> None:
-    """T6: told one address, on the slow link."""
+    """T6: told one address, on the slow link. Over TCP alone: the choice among paths sees no transport."""
     program = [sys.executable, "-m", "tests.daemon.lab_paths", str(tmp_path)]
     done = netlab("100mbit", "1gbit", "--congestion", "cubic", "--", *program)
     assert done.returncode == 0, done.stderr

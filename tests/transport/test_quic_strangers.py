@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +22,7 @@ from transport.tcp_link import Timing
 
 from .conftest import Run
 from .hosts import Host, pattern, two_hosts
-from .udp_relay import relay
+from .udp_relay import Relay, relay
 
 SHORT = Timing(ping_s=0.1, dead_s=2.0, greet_s=0.6)
 
@@ -102,22 +105,86 @@ def test_replaying_a_whole_connection_changes_nothing_during_it_or_after(run: Ru
     run(work())
 
 
+Passes = Callable[[str, bytes], bool]
+
+
+def only_retries(way: str, data: bytes) -> bool:
+    """Whoever dials begins handshakes and ends none."""
+    return way == "up" or data[0] >> 4 == 0xF
+
+
+@contextlib.contextmanager
+def nothing_but(path: Relay, passes: Passes) -> Iterator[None]:
+    fate = path.fate
+    path.fate = lambda way, data: fate(way, data) if passes(way, data) else []  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        path.fate = fate  # type: ignore[method-assign]
+
+
+@contextlib.asynccontextmanager
+async def few_greetings(directory: Path, greet_s: float) -> AsyncIterator[tuple[Host, Host, str]]:
+    """Two hosts of which b has room for four handshakes at a time."""
+    async with two_hosts(directory, "quic", timing=Timing(greet_s=greet_s)) as (a, b, _):
+        await b.endpoint.close()
+        yield a, b, await b.open(options=EngineOptions(greet_s=greet_s, max_greeting=4)).listen("127.0.0.1:0")
+
+
+async def crowd(a: Host, b: Host, path: Relay, count: int = 7) -> list[asyncio.Task[Any]]:
+    """So many handshakes that do not end, all of them begun."""
+    before = counts(b.endpoint)
+    dialling = [asyncio.create_task(a.endpoint.connect("b", path.address)) for _ in range(count)]
+    begun = before["links"] + before["refused"] + count
+    await b.until(lambda: counts(b.endpoint)["links"] + counts(b.endpoint)["refused"] >= begun)
+    return dialling
+
+
 def test_handshakes_that_never_end_are_bounded_and_over_in_time(run: Run, tmp_path: Path) -> None:
     async def work() -> None:
-        options = EngineOptions(greet_s=0.5, max_greeting=4)
-        async with two_hosts(tmp_path, "quic", timing=SHORT) as (a, b, _):
-            await b.endpoint.close()
-            address = await b.open(options=options).listen("127.0.0.1:0")
-            async with relay(address) as path:
-                passes = path.fate  # nothing of the server's comes through but its Retry
-                path.fate = lambda way, data: passes(way, data) if way == "up" or data[0] >> 4 == 0xF else []  # type: ignore[method-assign]
-                dialling = [asyncio.ensure_future(a.endpoint.connect("b", path.address)) for _ in range(12)]
-                await b.until(lambda: counts(b.endpoint)["refused"] > 0)
+        async with few_greetings(tmp_path, 0.6) as (a, b, address), relay(address) as path:
+            with nothing_but(path, only_retries):
+                dialling = await crowd(a, b, path)
                 assert counts(b.endpoint)["links"] == 4
                 results = await asyncio.gather(*dialling, return_exceptions=True)
-                assert all(isinstance(r, LinkError) and r.reason == "unreachable" for r in results)
-                await b.until(lambda: counts(b.endpoint)["links"] == 0)
-            await a.endpoint.connect("b", address)
+            assert all(isinstance(r, LinkError) and r.reason == "unreachable" for r in results)
+            await b.until(lambda: counts(b.endpoint)["links"] == 0)
+
+    run(work())
+
+
+def test_a_crowd_of_handshakes_keeps_no_peer_out(run: Run, tmp_path: Path) -> None:
+    """The oldest goes for a newer one; a peer needs milliseconds."""
+
+    async def work() -> None:
+        async with few_greetings(tmp_path, 60.0) as (a, b, address), relay(address) as path:
+            with nothing_but(path, only_retries):
+                dialling = await crowd(a, b, path)
+                link = await a.endpoint.connect("b", address)
+                await link.send_page(b"page", pattern(1000))
+                for one in dialling:
+                    one.cancel()
+
+    run(work())
+
+
+def test_a_crowd_ends_no_handshake_of_another_network(run: Run, tmp_path: Path) -> None:
+    """One that is slow, because its path loses packets, is the oldest of all."""
+
+    async def work() -> None:
+        async with (
+            few_greetings(tmp_path, 60.0) as (a, b, address),
+            relay(address) as path,
+            relay(address, client="127.0.0.2") as lossy,
+        ):
+            with nothing_but(path, only_retries):
+                with nothing_but(lossy, lambda way, _: way == "down" or counts(b.endpoint)["links"] == 0):
+                    (slow,) = await crowd(a, b, lossy, 1)
+                    dialling = await crowd(a, b, path)
+                link = await asyncio.wait_for(slow, 10)
+                await link.send_page(b"page", pattern(1000))
+                for one in dialling:
+                    one.cancel()
 
     run(work())
 

@@ -36,3 +36,11 @@ def test_a_flip_changes_exactly_one_bit() -> None:
         assert len(out) == 8
     (changed,) = relay.fate("up", bytes(100))
     assert sum(bin(byte).count("1") for byte in changed) == 1
+
+
+def test_a_rate_delays_each_datagram_by_those_before_it_and_loses_what_would_wait_too_long() -> None:
+    relay = Relay(("", 0), bits_per_s=80_000)  # 0.1 s for 1,000 bytes
+    waits = [relay.wait_s("up", 1000, 5.0) for _ in range(5)]
+    assert waits == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.3])
+    assert relay.wait_s("down", 1000, 5.0) == 0.0
+    assert relay.wait_s("up", 1000, 5.25) == pytest.approx(0.05)

@@ -1,20 +1,23 @@
 """A UDP path between two endpoints that loses, repeats, swaps, cuts and changes datagrams, by a seeded choice.
 
-Can also change the address that the client seems to have (a NAT that forgot it, a laptop on another network), stop, and
-remember what passed. Its own test is `test_udp_relay.py`.
+Can also change the address that the client seems to have (a NAT that forgot it, a laptop on another network), have a
+rate and a short queue before it, stop, and remember what passed. Its own test is `test_udp_relay.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 MAX_KEPT = 4096
 ROOM = 8 << 20
+MAX_WAIT_S = 0.2  # what would wait longer for the rate is lost, as at any bottleneck
 
 
 @dataclass
@@ -51,6 +54,8 @@ class Relay:
     server: tuple[str, int]
     chances: Chances = field(default_factory=Chances)
     seed: int = 1
+    bits_per_s: float = math.inf  # each way
+    client: str = "127.0.0.1"  # the host that the server sees
     kept: list[tuple[str, bytes]] = field(default_factory=list)  # ("up" to the server or "down", datagram)
     passed: int = 0
     lost: int = 0
@@ -61,23 +66,25 @@ class Relay:
         self._random = random.Random(self.seed)
         self._client: Any = None
         self._held: dict[str, bytes] = {}
+        self._free_at = {"up": 0.0, "down": 0.0}
 
-    async def open(self) -> None:
+    async def listen(self) -> str:
         loop = asyncio.get_running_loop()
         _, self._front = await loop.create_datagram_endpoint(lambda: _Side(self._up), local_addr=("127.0.0.1", 0))
         await self.rebind()
         host, port = self._front.transport.get_extra_info("sockname")
         self.address = f"{host}:{port}"
+        return self.address
 
     async def rebind(self) -> None:
         """From now on the server sees another client address."""
         loop = asyncio.get_running_loop()
         old = getattr(self, "_back", None)
-        _, self._back = await loop.create_datagram_endpoint(lambda: _Side(self._down), local_addr=("127.0.0.1", 0))
+        _, self._back = await loop.create_datagram_endpoint(lambda: _Side(self._down), local_addr=(self.client, 0))
         if old is not None:
             old.transport.close()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._front.transport.close()
         self._back.transport.close()
 
@@ -96,8 +103,22 @@ class Relay:
         if len(self.kept) < MAX_KEPT:
             self.kept.append((way, data))
         for one in self.fate(way, data):
+            wait_s = self.wait_s(way, len(one), time.monotonic())
+            if wait_s > MAX_WAIT_S:
+                self.lost += 1
+                continue
             self.passed += 1
-            send(one)
+            if wait_s > 0:
+                asyncio.get_running_loop().call_later(wait_s, send, one)
+            else:
+                send(one)
+
+    def wait_s(self, way: str, size: int, now: float) -> float:
+        """How long a datagram that came now waits for its turn; one that would wait too long takes no turn."""
+        wait_s = max(self._free_at[way] - now, 0.0)
+        if wait_s <= MAX_WAIT_S:
+            self._free_at[way] = now + wait_s + 8 * size / self.bits_per_s
+        return wait_s
 
     def fate(self, way: str, data: bytes) -> list[bytes]:
         """What comes out for what came in."""
@@ -120,11 +141,11 @@ class Relay:
 
 
 @contextlib.asynccontextmanager
-async def relay(server: str, chances: Chances | None = None, seed: int = 1) -> AsyncIterator[Relay]:
+async def relay(server: str, chances: Chances | None = None, **how: Any) -> AsyncIterator[Relay]:
     host, _, port = server.rpartition(":")
-    path = Relay((host, int(port)), chances or Chances(), seed)
-    await path.open()
+    path = Relay((host, int(port)), chances or Chances(), **how)
+    await path.listen()
     try:
         yield path
     finally:
-        path.close()
+        await path.close()
