@@ -1,9 +1,10 @@
 """Builds `native._quic` with cffi, where ngtcp2 and a TLS library it knows are installed.
 
 GnuTLS where there is, else OpenSSL; the environment variable QUIC_TLS, `gnutls` or `openssl`, insists on one.
-Without either everything else works: `zc-handoff doctor` says what to install. The headers between their cffi marks are
-the interface; the events of `quic_events` arrive in the functions declared here. Run as a program it prints what a C
-compiler needs beside the sources that every backend shares, or nothing.
+Without either everything else works: `zc-handoff doctor` says what to install. Packets are protected by ipsec-mb where
+that is installed, else by the TLS library; QUIC_AEAD, `ipsec-mb` or `tls`, insists likewise. The headers between their
+cffi marks are the interface; the events of `quic_events` arrive in the functions declared here. Run as a program it
+prints what a C compiler needs beside the sources that every backend shares, or nothing.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ _HEADERS: Final = ("quic.h", "quic_internal.h", "quic_shim.h")
 _PREFIXES: Final = tuple(Path(p) for p in ("/usr", "/usr/local", "/opt/homebrew"))
 _KEG: Final = Path("opt", "openssl@3")
 _FORCE: Final = "QUIC_TLS"  # not ZC_...: those are the daemon's settings, and it refuses others
+_FORCE_AEAD: Final = "QUIC_AEAD"
+_AEAD_HEADER: Final = "intel-ipsec-mb.h"
+_AEAD_SOURCE: Final = "quic_aead_ipsec_mb.c"
+_AEAD_LIBRARY: Final = "IPSec_MB"
 
 
 class Backend(NamedTuple):
-    """A TLS library: `header` is ngtcp2's glue for it, `source` ours. Sought in this order."""
+    """A TLS library: `header` is ngtcp2's glue for it, `sources` are ours. Sought in this order."""
 
     header: str
-    source: str
+    sources: tuple[str, ...]
     libraries: tuple[str, ...]
     prefix: Path = Path("/usr")
 
@@ -42,10 +47,15 @@ class Backend(NamedTuple):
         keg = self.prefix / _KEG / kind
         return [str(self.prefix / kind), *([str(keg)] if keg.exists() else [])]
 
+    @property
+    def macros(self) -> list[str]:
+        """What the other sources look at."""
+        return [Path(source).stem.upper() for source in self.sources]
+
 
 BACKENDS: Final = {
-    "gnutls": Backend("ngtcp2_crypto_gnutls.h", "quic_tls_gnutls.c", ("ngtcp2", "ngtcp2_crypto_gnutls", "gnutls")),
-    "openssl": Backend("ngtcp2_crypto_ossl.h", "quic_tls_ossl.c", ("ngtcp2", "ngtcp2_crypto_ossl", "ssl", "crypto")),
+    "gnutls": Backend("ngtcp2_crypto_gnutls.h", ("quic_tls_gnutls.c",), ("ngtcp2", "ngtcp2_crypto_gnutls", "gnutls")),
+    "openssl": Backend("ngtcp2_crypto_ossl.h", ("quic_tls_ossl.c",), ("ngtcp2", "ngtcp2_crypto_ossl", "ssl", "crypto")),
 }
 _EVENTS: Final = """
 extern "Python" {
@@ -77,19 +87,33 @@ def find_backend(force: str | None = None) -> Backend | None:
     return None
 
 
+def with_aead(backend: Backend) -> Backend:
+    """With ipsec-mb beside it, where that is installed. Raises ValueError as `find_backend`."""
+    force = os.environ.get(_FORCE_AEAD, "")
+    if force not in ("", "ipsec-mb", "tls"):
+        raise ValueError(f"{_FORCE_AEAD} is {force!r}: one of ipsec-mb, tls")
+    if force != "tls" and (backend.prefix / "include" / _AEAD_HEADER).exists():
+        return backend._replace(sources=(*backend.sources, _AEAD_SOURCE), libraries=(*backend.libraries, _AEAD_LIBRARY))
+    if force == "ipsec-mb":
+        raise ValueError(f"{_FORCE_AEAD} is {force!r}, but no {_AEAD_HEADER} is installed")
+    return backend
+
+
 def builder(root: Path = Path()) -> cffi.FFI:
     """`root` is the checkout, relative for setuptools."""
     from cffi import FFI
 
     backend = find_backend()
     assert backend is not None
+    backend = with_aead(backend)
     ffi = FFI()
     ffi.cdef((_HERE / "quic.h").read_text().split(_BEGIN)[1].split(_END)[0])
     ffi.cdef(_EVENTS)
     ffi.set_source(
         "native._quic",
         '#include "quic.h"',
-        sources=[str(root / "native" / name) for name in (*_SHARED, backend.source)],
+        sources=[str(root / "native" / name) for name in (*_SHARED, *backend.sources)],
+        define_macros=[(name, None) for name in backend.macros],
         include_dirs=[str(root / "native"), *backend.folders("include")],
         library_dirs=backend.folders("lib"),
         libraries=list(backend.libraries),
@@ -100,10 +124,10 @@ def builder(root: Path = Path()) -> cffi.FFI:
 
 
 def compiler_arguments(backend: Backend) -> list[str]:
-    """Source, folders and libraries of the TLS part, for programs that are built without cffi."""
+    """Sources, folders and libraries of the TLS part, for programs that are built without cffi."""
     return [
-        f"-D{Path(backend.source).stem.upper()}",
-        str(_HERE / backend.source),
+        *(f"-D{name}" for name in backend.macros),
+        *(str(_HERE / source) for source in backend.sources),
         *(f"-I{folder}" for folder in (_HERE, *backend.folders("include"))),
         *(f"-L{folder}" for folder in backend.folders("lib")),
         *(f"-l{library}" for library in backend.libraries),
@@ -111,4 +135,4 @@ def compiler_arguments(backend: Backend) -> list[str]:
 
 
 if __name__ == "__main__" and (found := find_backend()) is not None:
-    print(" ".join(compiler_arguments(found)))
+    print(" ".join(compiler_arguments(with_aead(found))))

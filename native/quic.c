@@ -406,8 +406,8 @@ void quic_count(quic_endpoint *endpoint, quic_counts *counts) {
 }
 
 const char *quic_engine(void) {
-  static char text[64];
-  snprintf(text, sizeof text, "ngtcp2 %s, %s %s", ngtcp2_version(0)->version_str, quic_tls_name(),
-           quic_tls_version());
+  static char text[128];
+  snprintf(text, sizeof text, "ngtcp2 %s, %s %s%s", ngtcp2_version(0)->version_str, quic_tls_name(),
+           quic_tls_version(), quic_aead_name());
   return text;
 }

@@ -1,5 +1,5 @@
 /* The parts of the QUIC endpoint among themselves: quic.c (thread, routing), quic_link.c (one connection),
- * quic_page.c (its streams), quic_net.c (sockets), quic_tls_*.c (keys). */
+ * quic_page.c (its streams), quic_net.c (sockets), quic_tls_*.c (keys), quic_aead_*.c (packets). */
 #ifndef ZC_QUIC_INTERNAL_H
 #define ZC_QUIC_INTERNAL_H
 
@@ -99,6 +99,7 @@ typedef struct quic_link {
   ngtcp2_crypto_conn_ref ref;
   void *session; /* of the TLS library */
   bool untrusted, forgotten;
+  bool confirmed, updated; /* a client's: the handshake, by the server; the keys, for quic_aead_*.c */
   const char *fault; /* the rule that the peer broke */
   char reason[QUIC_MAX_REASON + 1];
   uint64_t deadline; /* of flushing, then of the closing period */
@@ -215,5 +216,31 @@ void quic_tls_end(quic_link *link);
 const char *quic_tls_name(void);
 /* Of the library that is loaded, not of its headers. */
 const char *quic_tls_version(void);
+
+/* quic_aead_*.c, where there is one: in the place of ngtcp2's own callbacks, which call the TLS library. */
+#ifdef QUIC_AEAD_IPSEC_MB
+int quic_aead_encrypt(uint8_t *dest, const ngtcp2_crypto_aead *aead, const ngtcp2_crypto_aead_ctx *ctx,
+                      const uint8_t *plain, size_t size, const uint8_t *nonce, size_t nonce_size, const uint8_t *data,
+                      size_t data_size);
+/* NGTCP2_ERR_DECRYPT, and nothing in `dest`, unless the packet is authentic. */
+int quic_aead_decrypt(uint8_t *dest, const ngtcp2_crypto_aead *aead, const ngtcp2_crypto_aead_ctx *ctx,
+                      const uint8_t *cipher, size_t size, const uint8_t *nonce, size_t nonce_size, const uint8_t *data,
+                      size_t data_size);
+int quic_aead_update(ngtcp2_conn *conn, uint8_t *rx_secret, uint8_t *tx_secret, ngtcp2_crypto_aead_ctx *rx,
+                     uint8_t *rx_iv, ngtcp2_crypto_aead_ctx *tx, uint8_t *tx_iv, const uint8_t *old_rx_secret,
+                     const uint8_t *old_tx_secret, size_t secret_size, void *user);
+void quic_aead_delete(ngtcp2_conn *conn, ngtcp2_crypto_aead_ctx *ctx, void *user);
+/* Before packets are written: moves a link to these keys, once. */
+void quic_aead_begin(quic_link *link, uint64_t now);
+/* To follow the TLS library's name. */
+const char *quic_aead_name(void);
+#else
+#define quic_aead_encrypt ngtcp2_crypto_encrypt_cb
+#define quic_aead_decrypt ngtcp2_crypto_decrypt_cb
+#define quic_aead_update ngtcp2_crypto_update_key_cb
+#define quic_aead_delete ngtcp2_crypto_delete_crypto_aead_ctx_cb
+static inline void quic_aead_begin(quic_link *link, uint64_t now) { (void)link, (void)now; }
+static inline const char *quic_aead_name(void) { return ""; }
+#endif
 
 #endif

@@ -79,17 +79,24 @@ static int handshake_completed(ngtcp2_conn *conn, void *user) {
   return 0;
 }
 
+/* Of clients only. */
+static int handshake_confirmed(ngtcp2_conn *conn, void *user) {
+  (void)conn;
+  ((quic_link *)user)->confirmed = true;
+  return 0;
+}
+
 static const ngtcp2_callbacks *callbacks(void) {
   static ngtcp2_callbacks c;
   c.client_initial = ngtcp2_crypto_client_initial_cb;
   c.recv_client_initial = ngtcp2_crypto_recv_client_initial_cb;
   c.recv_crypto_data = ngtcp2_crypto_recv_crypto_data_cb;
-  c.encrypt = ngtcp2_crypto_encrypt_cb;
-  c.decrypt = ngtcp2_crypto_decrypt_cb;
+  c.encrypt = quic_aead_encrypt;
+  c.decrypt = quic_aead_decrypt;
   c.hp_mask = ngtcp2_crypto_hp_mask_cb;
   c.recv_retry = ngtcp2_crypto_recv_retry_cb;
-  c.update_key = ngtcp2_crypto_update_key_cb;
-  c.delete_crypto_aead_ctx = ngtcp2_crypto_delete_crypto_aead_ctx_cb;
+  c.update_key = quic_aead_update;
+  c.delete_crypto_aead_ctx = quic_aead_delete;
   c.delete_crypto_cipher_ctx = ngtcp2_crypto_delete_crypto_cipher_ctx_cb;
   c.get_path_challenge_data = ngtcp2_crypto_get_path_challenge_data_cb;
   c.version_negotiation = ngtcp2_crypto_version_negotiation_cb;
@@ -97,6 +104,7 @@ static const ngtcp2_callbacks *callbacks(void) {
   c.get_new_connection_id = new_cid;
   c.remove_connection_id = drop_cid;
   c.handshake_completed = handshake_completed;
+  c.handshake_confirmed = handshake_confirmed;
   c.recv_stateless_reset = stateless_reset;
   c.stream_open = quic_on_stream_open;
   c.recv_stream_data = quic_on_stream_data;
@@ -471,6 +479,7 @@ void quic_link_write(quic_link *link, uint64_t now) {
   quic_batch *batch = &endpoint->batch;
   if (link->state == QUIC_LINK_CLOSED || endpoint->batch_stuck) return;
   open_streams(link);
+  quic_aead_begin(link, now);
   size_t quantum = ngtcp2_conn_get_send_quantum(link->conn);
   size_t written = 0;
   ngtcp2_path_storage path;

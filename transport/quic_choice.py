@@ -18,6 +18,7 @@ INSTALL: Final = (
     "apt-get install libngtcp2-dev libngtcp2-crypto-gnutls-dev libgnutls28-dev, or brew install libngtcp2, "
     "then scripts/setup"
 )
+INSTALL_AEAD: Final = "apt-get install libipsec-mb-dev, then scripts/setup"
 
 
 def built() -> bool:

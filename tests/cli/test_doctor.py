@@ -33,6 +33,30 @@ def test_this_machine_has_what_a_daemon_needs(report: Any) -> None:
     assert checks["QUIC"]["state"] == ("ok" if built() else "absent")
 
 
+@pytest.mark.skipif(not built(), reason="ngtcp2 is not installed")
+@pytest.mark.parametrize(
+    ("engine", "machine", "hint"),
+    [
+        ("ngtcp2 0.12.1, GnuTLS 3.7.9", "x86_64", "libipsec-mb-dev"),
+        ("ngtcp2 0.12.1, GnuTLS 3.7.9", "aarch64", None),
+        ("ngtcp2 1.24.0, OpenSSL 3.6.5", "x86_64", None),
+        ("ngtcp2 0.12.1, GnuTLS 3.7.9, packets by ipsec-mb 1.3.0", "x86_64", None),
+        ("ngtcp2 0.12.1, GnuTLS 3.7.9, no ipsec-mb on this CPU", "x86_64", None),
+    ],
+)
+def test_what_makes_quic_faster_is_named_where_it_is_missing_and_exists(
+    report: Any, monkeypatch: pytest.MonkeyPatch, engine: str, machine: str, hint: str | None
+) -> None:
+    from transport import quic_engine
+
+    monkeypatch.setattr(quic_engine, "engine_name", lambda: engine)
+    monkeypatch.setattr(doctor.platform, "machine", lambda: machine)
+    monkeypatch.setattr(doctor.sys, "platform", "linux")
+    check = report()[1]["QUIC"]
+    assert check["found"] == engine
+    assert (hint in check["next_step"]) if hint else check["next_step"] is None
+
+
 def test_keys_go_from_missing_to_lonely_to_ready(report: Any, tmp_path: Path) -> None:
     assert "keys new" in report()[1]["keys"]["next_step"]
     mine, peer = KeyStore(tmp_path / "keys"), KeyStore(tmp_path / "peer")

@@ -4,6 +4,8 @@
  *   datagrams  that many random, mutated, cut and replayed datagrams against a listening endpoint that serves a link
  *   peers      a trusted peer that sends nonsense inside its streams, over and over
  *   nameless   a peer without a certificate
+ *   keys       renewed by either end, over and over
+ *   packets    ipsec-mb, where it is built in: byte for byte what the TLS library makes of the same keys
  *
  * After each part: what was sent properly has arrived exactly, nothing else was claimed, memory has not grown. */
 #define _GNU_SOURCE
@@ -368,6 +370,112 @@ static void refuse(bool nameless) {
   CHECK(client.why == QUIC_CLOSED_REFUSED);
 }
 
+/* -- keys -- */
+
+static quic_link *link_of(const side *s) { return s->endpoint->links[s->link & 0xffff]; }
+
+static void renew_keys(int count) {
+  meet(false);
+  send_good_page(false);
+#ifdef QUIC_AEAD_IPSEC_MB
+  CHECK(link_of(&client)->updated); /* the keys that its engine does not hand out are no longer used */
+#endif
+  for (int i = 0; i < count; i++) {
+    ngtcp2_conn *conn = link_of(i % 2 ? &server : &client)->conn;
+    uint64_t end = quic_now() + 2000000000ull;
+    while (ngtcp2_conn_initiate_key_update(conn, quic_now()) != 0) { /* until the peer has confirmed the last ones */
+      CHECK(quic_now() < end);
+      turn(false);
+    }
+    send_good_page(false);
+  }
+  CHECK(client.closed == 0 && server.closed == 0);
+  printf("keys: renewed %d times\n", count);
+}
+
+/* -- packets -- */
+
+#ifdef QUIC_AEAD_IPSEC_MB
+#define LARGEST 9000
+
+/* One key, each in its own library. */
+typedef struct {
+  const ngtcp2_crypto_aead *aead;
+  ngtcp2_crypto_aead_ctx fast, plain;
+} protection;
+
+typedef int (*protect)(uint8_t *, const ngtcp2_crypto_aead *, const ngtcp2_crypto_aead_ctx *, const uint8_t *, size_t,
+                       const uint8_t *, size_t, const uint8_t *, size_t);
+
+/* A block of its own for every input and output, as `feed` does. */
+static int call(protect how, const protection *p, const ngtcp2_crypto_aead_ctx *ctx, uint8_t *data, size_t size,
+                size_t out_size, const uint8_t *nonce, const uint8_t *header, size_t header_size) {
+  uint8_t *in = malloc(size + 1), *out = malloc(out_size + 1);
+  memcpy(in, data, size);
+  memset(out, 0xa5, out_size);
+  int failed = how(out, p->aead, ctx, in, size, nonce, 12, header, header_size);
+  memcpy(data, out, out_size);
+  free(in);
+  free(out);
+  return failed;
+}
+
+static void flip(uint8_t *data, size_t size) { data[dice() % size] ^= (uint8_t)(1u << dice() % 8); }
+
+static void compare(const protection *p, size_t size) {
+  static uint8_t ours[LARGEST + 16], theirs[LARGEST + 16], original[LARGEST];
+  uint8_t nonce[12], header[64];
+  size_t header_size = 1 + (size_t)(dice() % sizeof header);
+  for (size_t i = 0; i < size; i++) ours[i] = theirs[i] = original[i] = (uint8_t)dice();
+  for (size_t i = 0; i < sizeof nonce; i++) nonce[i] = (uint8_t)dice();
+  for (size_t i = 0; i < header_size; i++) header[i] = (uint8_t)dice();
+  CHECK(call(quic_aead_encrypt, p, &p->fast, ours, size, size + 16, nonce, header, header_size) == 0);
+  CHECK(call(ngtcp2_crypto_encrypt_cb, p, &p->plain, theirs, size, size + 16, nonce, header, header_size) == 0);
+  CHECK(memcmp(ours, theirs, size + 16) == 0);
+  CHECK(call(ngtcp2_crypto_decrypt_cb, p, &p->plain, ours, size + 16, size, nonce, header, header_size) == 0);
+  CHECK(call(quic_aead_decrypt, p, &p->fast, theirs, size + 16, size, nonce, header, header_size) == 0);
+  CHECK(memcmp(ours, original, size) == 0 && memcmp(theirs, original, size) == 0);
+  CHECK(quic_aead_encrypt(ours, p->aead, &p->fast, ours, size, nonce, 12, header, header_size) == 0); /* in place */
+  switch (dice() % 3) {
+    case 0:
+      flip(ours, size + 16);
+      break;
+    case 1:
+      flip(header, header_size);
+      break;
+    default:
+      flip(nonce, sizeof nonce);
+  }
+  CHECK(call(quic_aead_decrypt, p, &p->fast, ours, size + 16, size, nonce, header, header_size) == NGTCP2_ERR_DECRYPT);
+  for (size_t i = 0; i < size; i++) CHECK(ours[i] == 0); /* nothing of it is seen */
+}
+
+/* The next keys of a live link, as ngtcp2 asks for them. */
+static void compare_packets(int count) {
+  meet(false);
+  ngtcp2_conn *conn = link_of(&client)->conn;
+  for (int i = 0; i < count; i++) {
+    protection rx = {.aead = &ngtcp2_conn_get_crypto_ctx(conn)->aead}, tx = rx;
+    uint8_t secrets[2][32], next[4][32], keys[2][64], ivs[4][64];
+    for (size_t k = 0; k < sizeof secrets; k++) ((uint8_t *)secrets)[k] = (uint8_t)dice();
+    CHECK(quic_aead_update(conn, next[0], next[1], &rx.fast, ivs[0], &tx.fast, ivs[1], secrets[0], secrets[1], 32,
+                           NULL) == 0);
+    CHECK(ngtcp2_crypto_update_key(conn, next[2], next[3], &rx.plain, keys[0], ivs[2], &tx.plain, keys[1], ivs[3],
+                                   secrets[0], secrets[1], 32) == 0);
+    CHECK(memcmp(next[0], next[2], 64) == 0 && memcmp(ivs[0], ivs[2], 12) == 0 && memcmp(ivs[1], ivs[3], 12) == 0);
+    /* Every size around the blocks of 16, 128 and 768 bytes, then any. Only a handle that is odd is not GnuTLS's. */
+    CHECK(((uintptr_t)rx.fast.native_handle & 1) == 1);
+    compare(&rx, i < 1600 ? (size_t)i : (size_t)(dice() % LARGEST));
+    compare(&tx, (size_t)(dice() % LARGEST));
+    quic_aead_delete(conn, &rx.fast, NULL);
+    quic_aead_delete(conn, &tx.fast, NULL);
+    ngtcp2_crypto_aead_ctx_free(&rx.plain);
+    ngtcp2_crypto_aead_ctx_free(&tx.plain);
+  }
+  printf("packets: %d keys of both libraries agree\n", count);
+}
+#endif
+
 static void part(void (*run)(int), int argument) {
   open_side(&server, true);
   open_side(&client, false);
@@ -393,6 +501,10 @@ int main(int argc, char **argv) {
   part(run_datagrams, atoi(argv[1]));
   part(fuzz_peers, 200);
   part(refuse_both, 0);
+  part(renew_keys, 6);
+#ifdef QUIC_AEAD_IPSEC_MB
+  part(compare_packets, 4000);
+#endif
   for (size_t i = 0; i < kept; i++) free(corpus[i].data);
   return 0;
 }

@@ -1,4 +1,4 @@
-"""Which TLS library QUIC is built with."""
+"""Which TLS library QUIC is built with, and what protects its packets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from native import build_quic
-from native.build_quic import BACKENDS, compiler_arguments, find_backend
+from native.build_quic import BACKENDS, compiler_arguments, find_backend, with_aead
 
 
 @pytest.fixture
@@ -15,6 +15,7 @@ def prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty one, the only one that is searched."""
     monkeypatch.setattr(build_quic, "_PREFIXES", (tmp_path,))
     monkeypatch.delenv("QUIC_TLS", raising=False)
+    monkeypatch.delenv("QUIC_AEAD", raising=False)
     return tmp_path
 
 
@@ -34,7 +35,7 @@ def test_gnutls_is_taken_where_it_is_installed_else_openssl_else_nothing(
 ) -> None:
     install(prefix, *installed)
     found = find_backend()
-    assert (found and found.source) == (chosen and BACKENDS[chosen].source)
+    assert found == (chosen and BACKENDS[chosen]._replace(prefix=prefix))
 
 
 def test_the_one_that_is_insisted_on_is_taken_or_refused_by_name(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +45,7 @@ def test_the_one_that_is_insisted_on_is_taken_or_refused_by_name(prefix: Path, m
         find_backend()
     install(prefix, "openssl")
     found = find_backend()
-    assert found is not None and found.source == "quic_tls_ossl.c"
+    assert found is not None and found.sources == ("quic_tls_ossl.c",)
     monkeypatch.setenv("QUIC_TLS", "schannel")
     with pytest.raises(ValueError, match=r"'schannel': one of gnutls, openssl"):
         find_backend()
@@ -59,3 +60,21 @@ def test_an_openssl_that_homebrew_keeps_apart_is_found(prefix: Path) -> None:
     assert found is not None
     arguments = compiler_arguments(found)
     assert f"-I{keg}/include" in arguments and f"-L{keg}/lib" in arguments and "-DQUIC_TLS_OSSL" in arguments
+
+
+def test_packets_are_protected_by_ipsec_mb_where_it_is_installed_unless_tls_is_insisted_on(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(prefix, "gnutls")
+    found = find_backend()
+    assert found is not None and with_aead(found) == found
+    monkeypatch.setenv("QUIC_AEAD", "ipsec-mb")
+    with pytest.raises(ValueError, match=r"'ipsec-mb', but no intel-ipsec-mb.h"):
+        with_aead(found)
+    (prefix / "include" / "intel-ipsec-mb.h").touch()
+    assert "-DQUIC_AEAD_IPSEC_MB" in compiler_arguments(with_aead(found))
+    monkeypatch.setenv("QUIC_AEAD", "tls")
+    assert with_aead(found) == found
+    monkeypatch.setenv("QUIC_AEAD", "openssl")
+    with pytest.raises(ValueError, match=r"'openssl': one of ipsec-mb, tls"):
+        with_aead(found)

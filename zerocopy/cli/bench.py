@@ -250,6 +250,7 @@ def _link_table(report: Any) -> RenderableType:
         "ceiling": f"plain TCP, one stream: {_speed(report.ceiling.plaintext_gbps)}; "
         f"iperf3 -P1: {_speed(report.ceiling.iperf3_gbps)}",
     }
+    facts |= {"engine": report.quic_engine} if report.quic_engine else {}
     facts |= {name: _speed(speed) for name, speed in (report.ceiling.quic_gbps or {}).items()}
     facts |= {name: f"absent: {why}" for name, why in (report.ceiling.absent or {}).items()}
     shown = [rows, codecs] if codecs.row_count else [rows]

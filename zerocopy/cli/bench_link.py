@@ -130,6 +130,7 @@ class Report(msgspec.Struct, frozen=True):
     best: Row | None
     ceiling: Ceiling
     streams_reason: str = ""  # why a link from here has the default's number of streams
+    quic_engine: str | None = None  # of this end: libraries, and which protects packets
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -199,7 +200,15 @@ def sweep(plan: Plan, target: Target, step: Callable[[str], None], references: R
         ours = Setting(1, 0, DEFAULT_PAGE_BYTES, datagram_bytes=DEFAULT_DATAGRAM_BYTES)
     default = next((row for setting, row in zip(samples, rows, strict=True) if setting == ours), None)
     best = max((row for row in rows if not row.rate_cap_bps), key=lambda row: row.gbps, default=None)
-    return Report([*rows, *_codec_rows(plan, ceiling, step)], default, best, ceiling, chosen.reason)
+    return Report([*rows, *_codec_rows(plan, ceiling, step)], default, best, ceiling, chosen.reason, _quic_engine(plan))
+
+
+def _quic_engine(plan: Plan) -> str | None:
+    if not plan.datagram_bytes:
+        return None
+    from transport.quic_engine import engine_name
+
+    return engine_name()
 
 
 def references(plan: Plan, target: Target, folder: Path) -> References | None:

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from transport.address import parse
 from transport.link import LinkError
-from transport.quic_choice import INSTALL, built
+from transport.quic_choice import INSTALL, INSTALL_AEAD, built
 from zerocopy.cli.keys import Directory, open_store
 from zerocopy.cli.screen import ExitCode, bytes_text, show, show_json, table
 from zerocopy.config import DaemonConfig
@@ -142,7 +143,9 @@ def _quic() -> Check:
     except ImportError as error:
         found = "not built" if not built() else f"does not load: {error}"
         return Check("QUIC", "absent", f"{found}: links use TCP", INSTALL)
-    return Check("QUIC", "ok", engine_name())
+    name = engine_name()
+    slow = "GnuTLS" in name and "ipsec-mb" not in name and (sys.platform, platform.machine()) == ("linux", "x86_64")
+    return Check("QUIC", "ok", name, f"for a fifth less CPU: {INSTALL_AEAD}" if slow else None)
 
 
 def _render(checks: list[Check]) -> Table:
