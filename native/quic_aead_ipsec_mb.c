@@ -1,9 +1,9 @@
 /* Packets of AES-128-GCM protected by Intel's Multi-Buffer Crypto, which is two to three times as fast as GnuTLS where
- * the CPU has VAES. The handshake, header protection and every other cipher stay with the TLS library, and so does
- * everything on a CPU, or with a library, that cannot.
+ * the CPU has VAES. The handshake, header protection and every other cipher stay with the TLS library; so does
+ * everything where the CPU has no AES instructions or the library fails its self-test.
  *
- * ngtcp2 hands out keys at one place only, its key update. So the client begins one when the handshake is confirmed (RFC
- * 9001, 6.1): from the second round trip on, packets are protected here at every end that has the library. */
+ * ngtcp2 hands out keys at one place only, its key update. So a client with the library begins one as soon as the
+ * handshake is confirmed (RFC 9001, 6.1); from then on each end that has the library protects packets here. */
 #include <intel-ipsec-mb.h>
 #include <pthread.h>
 #include <stdio.h>

@@ -448,6 +448,8 @@ static void compare(const protection *p, size_t size) {
   }
   CHECK(call(quic_aead_decrypt, p, &p->fast, ours, size + 16, size, nonce, header, header_size) == NGTCP2_ERR_DECRYPT);
   for (size_t i = 0; i < size; i++) CHECK(ours[i] == 0); /* nothing of it is seen */
+  CHECK(quic_aead_decrypt(theirs, p->aead, &p->fast, ours, (size_t)(dice() % 16), nonce, 12, header, header_size) ==
+        NGTCP2_ERR_DECRYPT); /* less than a tag */
 }
 
 /* The next keys of a live link, as ngtcp2 asks for them. */

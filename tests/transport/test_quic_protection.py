@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,7 +25,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     """`transport.quic`, once more, on an engine whose packets the TLS library protects."""
     if "ipsec-mb" not in engine_name():
         pytest.skip("ipsec-mb is not installed")
@@ -41,7 +40,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
             patch.delitem(sys.modules, name)
         again = importlib.import_module("transport.quic")
         assert "ipsec-mb" not in importlib.import_module("transport.quic_engine").engine_name()
-        yield again
+    assert "ipsec-mb" in importlib.import_module("transport.quic_engine").engine_name()
+    return again
 
 
 @pytest.mark.parametrize("dialer", ["ipsec-mb", "tls"])
