@@ -13,6 +13,7 @@ from tests.runtime.conftest import TINY, OpenRuntime
 from tests.runtime.handover import KEY, bits, export_state, greedy, import_state, prefill, prompt, same
 from zerocopy.runtime import models
 from zerocopy.runtime.base import EngineError, Row
+from zerocopy.runtime.llama.context import PROBE_SEQUENCE, Run
 from zerocopy.runtime.llama.engine import LlamaOptions, LlamaRuntime
 from zerocopy.runtime.llama.lane import LlamaLane
 from zerocopy.runtime.llama.pool import LlamaPool
@@ -88,21 +89,30 @@ def test_a_batch_invariant_pool_gives_every_bit_of_a_lone_sequence(family: str, 
 def test_sequences_that_come_and_go_leave_the_others_cells_in_token_order(
     family: str, open_runtime: OpenRuntime
 ) -> None:
-    """Many times the pool's cells: every exported page is one, and every bit is a lone sequence's (Q1, Q2)."""
+    """Many times the pool's cells, evaluated or imported, token by token beside others, alone and by twos: every
+    exported page is one, and every bit is a lone sequence's (Q1, Q2)."""
     how = {name: getattr(FOUR, name) for name in FOUR.__struct_fields__}
-    runtime = open_runtime(family, LlamaOptions(**how | {"threads": 2, "kv_tokens": 768, "batch_invariant": True}))
+    runtime = open_runtime(family, LlamaOptions(**how | {"threads": 2, "kv_tokens": 512, "batch_invariant": True}))
     rng, pool, lone = random.Random(5), runtime.open_pool(), runtime.open_pool().lane(0)
     tokens: list[list[int]] = [[], [], [], []]
-    for turn in range(40):
+    for turn in range(20):
         n = turn % 4
         pool.lane(n).clear()
-        tokens[n] = prompt(runtime.facts, rng.randint(1, 150), seed=turn)
-        prefill(pool.lane(n), runtime.facts, tokens[n])
-        for _ in range(rng.randint(1, 6)):
-            live = [each for each in range(4) if tokens[each]]
-            pool.evaluate([Row(pool.lane(each), [turn], len(tokens[each])) for each in live])
-            for each in live:
-                tokens[each].append(turn)
+        tokens[n] = prompt(runtime.facts, rng.randint(1, 80), seed=turn)
+        if turn % 2:
+            prefill(pool.lane(n), runtime.facts, tokens[n])
+        else:
+            lone.clear()
+            prefill(lone, runtime.facts, tokens[n])
+            import_state(pool.lane(n), export_state(lone, runtime.facts, len(tokens[n])))
+        for _ in range(rng.randint(1, 40)):
+            live = [each for each in range(4) if tokens[each] and rng.random() < 0.6]
+            rng.shuffle(live)
+            given = {each: [turn] * (2 if rng.random() < 0.03 else 1) for each in live}
+            if given:
+                pool.evaluate([Row(pool.lane(each), row, len(tokens[each])) for each, row in given.items()])
+            for each, row in given.items():
+                tokens[each] += row
         if turn % 4 == 3:
             oldest = (n + 1) % 4
             lone.clear()
@@ -110,6 +120,33 @@ def test_sequences_that_come_and_go_leave_the_others_cells_in_token_order(
             assert pool.lane(oldest).state_digests(KEY) == lone.state_digests(KEY)
             probed = bits(pool.lane(oldest), pool.lane(oldest).probe(7, len(tokens[oldest])))
             assert same([probed], [bits(lone, lone.evaluate(7, len(tokens[oldest])))])
+
+
+@pytest.mark.parametrize("family", ["llama", "nemotron_h_moe+mtp"])
+def test_after_a_call_that_failed_the_others_go_on_in_token_order(family: str, open_runtime: OpenRuntime) -> None:
+    """Cells are taken behind the pool's back, so that the engine has none left for a slice: the call fails and its
+    lanes are cleared. The third's next tokens have the bits they would have had (H6)."""
+    how = {name: getattr(FOUR, name) for name in FOUR.__struct_fields__}
+    runtime = open_runtime(family, LlamaOptions(**how | {"kv_tokens": 512, "batch_invariant": True}))
+    pool, lone = runtime.open_pool(), runtime.open_pool().lane(0)
+    lengths = (30, 30, 300)
+    for n in range(3):
+        filled(pool, runtime, n, lengths[n])
+    for step in range(3):
+        pool.evaluate([Row(pool.lane(n), [step], lengths[n] + step) for n in (1, 0, 2)])
+    with pytest.raises(EngineError, match="decoding"):
+        for start in range(0, 512, 16):
+            pool.target.decode([Run(PROBE_SEQUENCE, [1] * 16, start)])
+    slice_ = Row(pool.lane(3), prompt(runtime.facts, 40), 0)
+    with pytest.raises(EngineError, match="decoding"):
+        pool.evaluate([Row(pool.lane(0), [3], 33), Row(pool.lane(1), [3], 33), slice_])
+    pool.target.drop(PROBE_SEQUENCE)
+    for n in (0, 1, 3):
+        pool.lane(n).clear()
+    for step in range(3, 40):
+        pool.evaluate([Row(pool.lane(2), [step], 300 + step)])
+    prefill(lone, runtime.facts, prompt(runtime.facts, 300, seed=2) + list(range(40)))
+    assert pool.lane(2).state_digests(KEY) == lone.state_digests(KEY)
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)
@@ -199,7 +236,14 @@ def test_all_cells_can_be_used_however_they_were_left(family: str, open_runtime:
         free = min(facts.kv_tokens - sum(lengths.values()), facts.n_ctx)
         lengths[n] = free if turn % 3 == 0 else rng.randint(1, free)
         filled(pool, runtime, n, lengths[n])
-        assert pool.lane(n).positions().target == lengths[n] - 1
+        for _ in range(rng.randint(0, 80)):
+            live = [each for each in range(4) if 0 < lengths[each] < facts.n_ctx and rng.random() < 0.7]
+            live = live[: facts.kv_tokens - sum(lengths.values())]
+            if live:
+                pool.evaluate([Row(pool.lane(each), [turn], lengths[each]) for each in live])
+            for each in live:
+                lengths[each] += 1
+        assert [pool.lane(each).positions().target for each in range(4)] == [lengths[each] - 1 for each in range(4)]
 
 
 def test_a_row_that_may_not_follow_stops_the_batch_before_the_engine(open_runtime: OpenRuntime) -> None:

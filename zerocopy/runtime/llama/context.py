@@ -117,6 +117,13 @@ class Context:
         self.copy(_EMPTY_SEQUENCE, _ENDED_SEQUENCE)  # not its recurrent state: as in `_scratch`
         self.drop(sequence)
 
+    def block(self, page: memoryview) -> None:
+        """Take the first free cells for the tokens of a checked page, until `unblock` of each or `clear`."""
+        self.import_range(_ENDED_SEQUENCE, page)
+
+    def unblock(self, position: int) -> None:
+        self._c.llama_memory_seq_rm(self._memory, _ENDED_SEQUENCE, position, position + 1)
+
     def last_position(self, sequence: int) -> int:
         return int(self._c.llama_memory_seq_pos_max(self._memory, sequence))
 

@@ -1,10 +1,11 @@
 """One engine context with a fixed number of lanes in it: evaluates tokens of several sequences in one engine call.
 
 All lanes share the context's cells, which are given out in rising order only, so that every sequence lies in token
-order: pages are exported, and attention adds up, in the order of cells. Cells of a sequence that ended stay taken until
-no lane holds any state, until moving what the lanes hold costs less than they do, or until the end is reached: then all
-cells are overwritten with zeros, and what the lanes hold is put back from cell 0 on. Who may use which lane, and that
-the tokens of all lanes fit the cells, is the caller's to know. Owns the context, that of the MTP head, and the lanes.
+order: pages are exported, and attention adds up, in the order of cells. Sequences that generate together get stretches
+of them (`ahead`). Cells of a sequence that ended stay taken until no lane holds any state, until moving what the lanes
+hold costs less than they do, or until the end is reached: then all cells are overwritten with zeros, and what the lanes
+hold is put back from cell 0 on. Who may use which lane, and that the tokens of all lanes fit the cells, is the caller's
+to know. Owns the context, that of the MTP head, and the lanes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Final
 
 from zerocopy.handoff.components import Component
 from zerocopy.runtime.base import EngineCounters, EngineError, Output, Row
+from zerocopy.runtime.llama.ahead import AHEAD, END, CellsAhead
 from zerocopy.runtime.llama.context import FIRST_LIVE_SEQUENCE, Context, Run
 from zerocopy.runtime.llama.lane import LaneModel, LlamaLane
 from zerocopy.runtime.llama.mtp import MtpFollower
@@ -34,6 +36,7 @@ class LlamaPool:
                 self.target.close()
                 raise
         self._taken = 0  # cells given out since the last wipe
+        self._ahead = CellsAhead(model, self.target)
         kv = [spec for c in (Component.ATTENTION_KV, Component.MTP_KV) if (spec := model.schema.spec(c))]
         self._cell_bytes = sum(sum(spec.layer_bytes) for spec in kv)
         self._lanes = [LlamaLane(self, FIRST_LIVE_SEQUENCE + i) for i in range(model.options.sequences)]
@@ -43,21 +46,50 @@ class LlamaPool:
 
     def evaluate(self, rows: Sequence[Row]) -> list[Output]:
         lanes = [self._own(row) for row in rows]
-        self.take_cells(sum(len(row.tokens) for row in rows))
+        given = [Run(lane.sequence, row.tokens, row.start) for lane, row in zip(lanes, rows, strict=True)]
+        order = self._place(given)
         for lane in lanes:
             lane.begin_evaluation()
-        runs = [Run(lane.sequence, row.tokens, row.start) for lane, row in zip(lanes, rows, strict=True)]
-        self.target.decode(runs)
+        runs = [given[n] for n in order]
+        try:
+            self.target.decode(runs)
+        except EngineError:
+            self._ahead.clear()
+            self._taken = self.model.options.cells  # nobody knows which are free: the next call wipes all
+            raise
         if self.mtp:
             self.mtp.follow(runs)
-        outputs, at = [], 0
-        for lane, row in zip(lanes, rows, strict=True):
-            at += len(row.tokens)
-            lane.end_evaluation(row.start + len(row.tokens))
-            outputs.append(Output(self.target.logits(at - 1), self.mtp.context.logits(at - 1) if self.mtp else None))
-        return outputs
+        outputs, at = dict[int, Output](), 0
+        for n, run in zip(order, runs, strict=True):
+            at += len(run.tokens)
+            lanes[n].end_evaluation(run.start + len(run.tokens))
+            mtp = self.mtp.context.logits(at - 1) if self.mtp else None
+            outputs[n] = Output(self.target.logits(at - 1), mtp)
+        return [outputs[n] for n in range(len(rows))]
+
+    def _place(self, runs: Sequence[Run]) -> list[int]:
+        """Have a free cell for each token; returns in which order the engine must see the runs, because it gives the
+        first free cell to the first token, and so on."""
+        ahead, cells = self._ahead, self.model.options.cells
+        for run in runs:
+            if len(run.tokens) > 1:
+                ahead.forget(run.sequence)
+        growing = [run.sequence for run in runs if len(run.tokens) == 1]
+        needed = sum(len(run.tokens) for run in runs if run.sequence not in ahead)
+        if self._taken + needed > cells:
+            self._close_up(self._used())
+            needed = sum(len(run.tokens) for run in runs)
+        lacking = [each for each in growing if each not in ahead] if ahead.possible and len(growing) > 1 else []
+        if self._taken + needed + (AHEAD - 1) * len(lacking) <= cells:
+            needed += (AHEAD - 1) * len(lacking)
+            for each in lacking:
+                ahead.set_aside(each)
+        self._taken += needed
+        opened = {each: ahead.open(each) for each in growing if each in ahead}
+        return sorted(range(len(runs)), key=lambda n: opened.get(runs[n].sequence, END))
 
     def dropped(self, lane: LlamaLane) -> None:
+        self._ahead.forget(lane.sequence)
         self.target.bury(lane.sequence)
         if self.mtp:
             self.mtp.bury(lane.sequence)
@@ -69,8 +101,11 @@ class LlamaPool:
 
     def take_cells(self, count: int) -> None:
         if self._taken + count > self.model.options.cells:
-            self._close_up([lane for lane in self._lanes if lane.used])
+            self._close_up(self._used())
         self._taken += count
+
+    def _used(self) -> list[LlamaLane]:
+        return [lane for lane in self._lanes if lane.used]
 
     def _close_up(self, lanes: Sequence[LlamaLane]) -> None:
         """Wipe every cell and put back what these lanes hold."""
@@ -78,6 +113,7 @@ class LlamaPool:
         self.target.clear()
         if self.mtp:
             self.mtp.clear()
+        self._ahead.clear()
         self._taken = 0
         for lane, state in zip(lanes, saved, strict=True):
             lane.restore(state)
