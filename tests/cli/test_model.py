@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from zerocopy.cli import main, model
-from zerocopy.handoff.components import Component, ComponentSpec
+from zerocopy.handoff.components import Component
+from zerocopy.runtime.llama.lane import LlamaLane
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +48,37 @@ def test_the_table_has_a_row_for_each_component_and_a_total(
         assert label in text
 
 
-def test_bytes_count_the_last_short_page_and_pages_no_longer_than_the_component_allows() -> None:
-    spec = ComponentSpec(
-        Component.ATTENTION_KV, True, layer_bytes=(10, 20), layer_overhead=3, token_overhead=2, page_overhead=7,
-        max_page_tokens=64,
-    )  # fmt: skip
-    page = 7 + 64 * 2 + (3 + 640) + (3 + 1280)
-    short = 7 + 2 + (3 + 10) + (3 + 20)
-    assert model.state_bytes(spec, 64, 256) == page
-    assert model.state_bytes(spec, 129, 256) == 2 * page + short
-    final = ComponentSpec(Component.RECURRENT, False, layer_bytes=(10, 20))
-    assert model.state_bytes(final, 1 << 20, 256) == 30
+def test_the_engine_counts_what_a_handoff_moves(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S9: exact bytes measured from the engine at 1K to 128K tokens, beside what the layout says."""
+    assert main.run(["model", "show", str(tiny), "--measure", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    counted = {(row["component"], row["tokens"]): row["engine_bytes"] for row in report["measured"]}
+    for part in report["components"]:
+        for n in model.LENGTHS if part["name"] in ("attention KV", "MTP KV", "MTP hidden row") else ():
+            assert counted[part["name"], n] == part["bytes"][str(n)]
+    monkeypatch.setattr(model, "LENGTHS", (256, 512))
+    monkeypatch.setenv("COLUMNS", "140")
+    assert main.run(["model", "show", str(tiny), "--measure"]) == 0
+    text = capsys.readouterr().out
+    assert "counted by the engine" in text and f"{counted['MTP hidden row', 1024]:,}" in text
+
+
+def test_a_count_that_differs_is_an_error(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "LENGTHS", (512,))
+    monkeypatch.setattr(LlamaLane, "page_size", lambda *_: 12)  # of each of two pages
+    assert main.run(["model", "show", str(tiny), "--measure", "--json"]) == 1
+    assert "attention KV at 512 tokens: the engine counts 24 bytes" in capsys.readouterr().err
+
+
+def test_what_has_no_engine_cannot_be_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "super.synthetic.json"
+    assert main.run(["model", "make", "synthetic", "-o", str(file)]) == 0
+    assert main.run(["model", "show", str(file), "--measure"]) == 2
+    assert "leave out --measure" in capsys.readouterr().err
 
 
 def test_make_does_not_overwrite_unless_told_and_is_deterministic(

@@ -8,7 +8,7 @@ import pytest
 from tests.daemon.worker_double import FACTS
 from zerocopy.handoff.components import HEADER_BYTES, RECORD_OVERHEAD, Component, ComponentSpec, StateSchema
 from zerocopy.runtime.base import EngineError, EngineFacts
-from zerocopy.runtime.pages import PAGE_BYTES, most_page_bytes, page_tokens, span
+from zerocopy.runtime.pages import PAGE_BYTES, most_page_bytes, page_tokens, span, state_bytes
 
 RING = most_page_bytes(64 << 20)
 
@@ -87,3 +87,16 @@ def with_mtp(mtp_bytes: int, longest: int = 1 << 24, **facts: bool) -> tuple[Com
     mtp = ComponentSpec(Component.MTP_KV, True, (mtp_bytes,), max_page_tokens=longest)
     schema = StateSchema("test", (kv, mtp))
     return kv, mtp, msgspec.structs.replace(FACTS, schema=schema, page_tokens=1024, **facts)
+
+
+def test_bytes_count_the_last_short_page_and_pages_no_longer_than_the_component_allows() -> None:
+    spec = ComponentSpec(
+        Component.ATTENTION_KV, True, layer_bytes=(10, 20), layer_overhead=3, token_overhead=2, page_overhead=7,
+        max_page_tokens=64,
+    )  # fmt: skip
+    page = 7 + 64 * 2 + (3 + 640) + (3 + 1280)
+    short = 7 + 2 + (3 + 10) + (3 + 20)
+    assert state_bytes(spec, 64, 256) == page
+    assert state_bytes(spec, 129, 256) == 2 * page + short
+    final = ComponentSpec(Component.RECURRENT, False, layer_bytes=(10, 20))
+    assert state_bytes(final, 1 << 20, 256) == 30

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
+import msgspec
 import typer
 from rich.console import Group
 from rich.text import Text
 
 from zerocopy.cli.screen import CliError, ExitCode, bytes_text, note, pairs, show, show_json, table
-from zerocopy.handoff.components import ComponentSpec, Identity
+from zerocopy.handoff.components import Identity
 from zerocopy.runtime.base import EngineFacts
-from zerocopy.runtime.pages import span
+from zerocopy.runtime.pages import span, state_bytes
+
+if TYPE_CHECKING:  # it brings the engine's library along
+    from zerocopy.runtime.llama.inventory import StateSize
 
 LENGTHS: Final = (1024, 8192, 32768, 65536, 131072)
 _IDENTITY: Final = {"model": "weights sha256", "tokenizer": "tokenizer sha256", "kv_type": "KV type K/V"}
@@ -71,20 +76,34 @@ def _write(family: str, output: Path, seed: int, scale: int) -> None:
 def show_model(
     file: Annotated[Path, typer.Argument(help="GGUF file, or a synthetic model.", metavar="FILE")],
     kv_type: Annotated[str, typer.Option(help="Number type of the KV cache.")] = "f16",
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Also have the engine count: needs the memory of 128K tokens, and half a minute."
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show a model's family, identity and state, with the exact bytes that a handoff moves at several prompt lengths.
 
-    The sizes are the engine's own, so this loads the model.
+    The sizes follow from the state's layout as the engine has it, so this loads the model.
     """
-    facts = _facts(file, kv_type)
-    report = describe(facts)
+    facts, counted = _facts(file, kv_type, measure)
+    report = describe(facts) | ({"measured": counted} if measure else {})
     if json:
         show_json(report)
-        return
-    identity = {_IDENTITY.get(n, n.replace("_", " ")): getattr(facts.identity, n) for n in Identity.__struct_fields__}
-    top = pairs({"name": facts.model_name, "family": facts.schema.family, "MTP": facts.mtp, **identity})
-    show(Group(top, Text(""), _inventory(facts)))
+    else:
+        identity = {
+            _IDENTITY.get(n, n.replace("_", " ")): getattr(facts.identity, n) for n in Identity.__struct_fields__
+        }
+        top = pairs({"name": facts.model_name, "family": facts.schema.family, "MTP": facts.mtp, **identity})
+        show(Group(top, Text(""), _inventory(facts), *([Text(""), _measured(counted)] if measure else [])))
+    for row in counted:
+        if row.engine_bytes != row.formula_bytes:
+            raise CliError(
+                f"{row.component} at {row.tokens} tokens: the engine counts {row.engine_bytes} bytes, a handoff would "
+                f"move {row.formula_bytes}: this model cannot be handed over"
+            )
 
 
 def describe(facts: EngineFacts) -> dict[str, Any]:
@@ -107,24 +126,21 @@ def describe(facts: EngineFacts) -> dict[str, Any]:
     }
 
 
-def state_bytes(spec: ComponentSpec, tokens: int, page_tokens: int) -> int:
-    """Payload bytes of one component for a state of `tokens` tokens, in the pages that a handoff uses."""
-    layers = (0, spec.layers)
-    if not spec.per_token:
-        return spec.page_bytes(layers, (0, 1))
-    step = min(page_tokens, spec.max_page_tokens)
-    whole, rest = divmod(tokens, step)
-    return whole * spec.page_bytes(layers, (0, step)) + (spec.page_bytes(layers, (0, rest)) if rest else 0)
-
-
-def _facts(file: Path, kv_type: str) -> EngineFacts:
-    from zerocopy.runtime.llama.engine import LlamaOptions
+def _facts(file: Path, kv_type: str, measure: bool) -> tuple[EngineFacts, list[StateSize]]:
+    """And the engine's counts, if it is to `measure`."""
+    from zerocopy.runtime.llama.engine import LlamaOptions, LlamaRuntime
+    from zerocopy.runtime.llama.inventory import take_inventory
     from zerocopy.worker.main import WorkerOptions, open_runtime
 
     note(f"loading {file} ...")
-    runtime = open_runtime(WorkerOptions(str(file), (), LlamaOptions(kv_type_k=kv_type, kv_type_v=kv_type)))
+    options = LlamaOptions(kv_type_k=kv_type, kv_type_v=kv_type)
+    if measure:
+        options = msgspec.structs.replace(options, n_ctx=LENGTHS[-1])
+    runtime = open_runtime(WorkerOptions(str(file), (), options))
     try:
-        return runtime.facts
+        if measure and not isinstance(runtime, LlamaRuntime):
+            raise CliError(f"{file} has no engine that could count: leave out --measure", ExitCode.USAGE)
+        return runtime.facts, take_inventory(runtime, LENGTHS) if isinstance(runtime, LlamaRuntime) and measure else []
     finally:
         runtime.close()
 
@@ -139,4 +155,14 @@ def _inventory(facts: EngineFacts) -> Any:
         grows = "per token" if spec.per_token else "fixed"
         rows.add_row(spec.component.label, str(spec.layers), grows, *map(bytes_text, sizes))
     rows.add_row(Text("all", "bold"), "", "", *(Text(bytes_text(total), "bold") for total in totals))
+    return rows
+
+
+def _measured(counted: Sequence[StateSize]) -> Any:
+    """The engine's counts as they are, so that they can be compared to the byte."""
+    rows = table(
+        "counted by the engine", *(f"{n // 1024}K" for n in LENGTHS), right=frozenset(range(1, 1 + len(LENGTHS)))
+    )
+    for component in dict.fromkeys(row.component for row in counted):
+        rows.add_row(component, *(f"{row.engine_bytes:,}" for row in counted if row.component == component))
     return rows

@@ -33,6 +33,16 @@ def span(spec: ComponentSpec, facts: EngineFacts) -> int:
     return facts.page_tokens * max(1, min(largest // 2 // one, spec.max_page_tokens // facts.page_tokens))
 
 
+def state_bytes(spec: ComponentSpec, tokens: int, page_tokens: int) -> int:
+    """Payload bytes of one component for a state of `tokens` tokens, in the pages that a handoff uses."""
+    layers = (0, spec.layers)
+    if not spec.per_token:
+        return spec.page_bytes(layers, (0, 1))
+    step = min(page_tokens, spec.max_page_tokens)
+    whole, rest = divmod(tokens, step)
+    return whole * spec.page_bytes(layers, (0, step)) + (spec.page_bytes(layers, (0, rest)) if rest else 0)
+
+
 def _bytes(spec: ComponentSpec, tokens: int) -> int:
     return spec.page_bytes((0, spec.layers), (0, tokens))
 

@@ -14,6 +14,7 @@ from zerocopy.handoff.components import SNAPSHOT, Component
 from zerocopy.runtime.base import EngineError
 from zerocopy.runtime.llama.engine import LlamaRuntime
 from zerocopy.runtime.llama.lane import LlamaLane
+from zerocopy.runtime.pages import span, state_bytes
 
 
 class StateSize(msgspec.Struct, frozen=True):
@@ -61,7 +62,7 @@ def _snapshot(lane: LlamaLane, runtime: LlamaRuntime) -> list[tuple[str, int, in
 def _paged(lane: LlamaLane, runtime: LlamaRuntime, component: Component, lengths: list[int]) -> list[StateSize]:
     spec = runtime.facts.schema.spec(component)
     assert spec is not None
-    step, longest = runtime.facts.page_tokens, max(lengths)
+    step, longest = min(span(spec, runtime.facts), spec.max_page_tokens), max(lengths)
     pages = [(start, min(start + step, longest)) for start in range(0, longest, step)]
     for page in pages:
         lane.fill(component, page)
@@ -70,7 +71,6 @@ def _paged(lane: LlamaLane, runtime: LlamaRuntime, component: Component, lengths
     for length in lengths:
         whole, rest = divmod(length, step)
         last = [(whole * step, length)] if rest else []
-        formula = sum(spec.page_bytes((0, spec.layers), page) for page in pages[:whole] + last)
         engine = sum(counted[:whole]) + sum(lane.page_size(component, page) for page in last)
-        rows.append(StateSize(component.label, length, formula, engine))
+        rows.append(StateSize(component.label, length, state_bytes(spec, length, step), engine))
     return rows
