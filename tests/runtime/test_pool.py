@@ -93,7 +93,7 @@ def test_sequences_that_come_and_go_leave_the_others_cells_in_token_order(
     exported page is one, and every bit is a lone sequence's (Q1, Q2)."""
     how = {name: getattr(FOUR, name) for name in FOUR.__struct_fields__}
     runtime = open_runtime(family, LlamaOptions(**how | {"threads": 2, "kv_tokens": 512, "batch_invariant": True}))
-    rng, pool, lone = random.Random(5), runtime.open_pool(), runtime.open_pool().lane(0)
+    rng, pool, lone = random.Random(1), runtime.open_pool(), runtime.open_pool().lane(0)
     tokens: list[list[int]] = [[], [], [], []]
     for turn in range(20):
         n = turn % 4

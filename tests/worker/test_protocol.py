@@ -66,6 +66,18 @@ def test_a_frame_longer_than_a_read_is_one_message(ends: Ends) -> None:
     assert received == [long]
 
 
+def test_messages_sent_together_leave_at_the_end_in_order_even_if_something_failed(ends: Ends) -> None:
+    first, second, after = p.Dropped(1), p.TextDelta(2, "a", 1), p.Pong()
+    with pytest.raises(ZeroDivisionError), ends.worker.together():
+        ends.worker.send(first)
+        ends.worker.send(second)
+        assert not select.select([ends.daemon], [], [], 0)[0]
+        raise ZeroDivisionError
+    assert ends.daemon.recv(4096) == p.encode(first) + p.encode(second)
+    ends.worker.send(after)
+    assert ends.daemon.recv(4096) == p.encode(after)
+
+
 def test_half_a_frame_is_no_message(ends: Ends) -> None:
     ends.daemon.sendall(p.encode(GENERATE)[:-1])
     assert ends.receive() == []

@@ -112,9 +112,10 @@ class Worker:
         began, outputs = time.monotonic(), list[Output]()
         with self._guard(station, *(job for job, _ in batch)):
             outputs = station.pool.evaluate([row for _, row in batch])
-        for (job, row), output in zip(batch, outputs, strict=False):  # no outputs when the call failed
-            with self._guard(station, job):
-                job.evaluated(len(row.tokens), output, began)
+        with self._sock.together():
+            for (job, row), output in zip(batch, outputs, strict=False):  # no outputs when the call failed
+                with self._guard(station, job):
+                    job.evaluated(len(row.tokens), output, began)
         return True
 
     def _copy(self, seconds: float) -> bool:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import array
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, Literal
 
 import msgspec
@@ -280,13 +282,28 @@ class WorkerSocket:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._buffer = bytearray()
+        self._gathered: bytearray | None = None
         self._fds: list[int] = []
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
     def send(self, message: ToDaemon) -> None:
-        self._sock.sendall(encode(message))
+        if self._gathered is None:
+            self._sock.sendall(encode(message))
+        else:
+            self._gathered += encode(message)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is sent in here leaves in one write at its end: the daemon wakes once for a token of each sequence."""
+        self._gathered = bytearray()
+        try:
+            yield
+        finally:
+            gathered, self._gathered = self._gathered, None
+            if gathered:
+                self._sock.sendall(gathered)
 
     def receive(self) -> list[ToWorker]:
         """Every whole message that is here, after one blocking read. Raises EOFError when the daemon is gone."""
