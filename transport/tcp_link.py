@@ -278,7 +278,8 @@ class TcpLink:
     def _measured(self, rtt_s: float) -> None:
         """A long path may need more streams than this link began with."""
         self.stats.rtt_s = rtt_s
-        self._shortest_rtt_s = min(rtt_s, self._shortest_rtt_s)
+        # Where the kernel tells, of the path alone: a ping also waits for two event loops, and for a transfer's queues.
+        self._shortest_rtt_s = min([rtt_s, self._shortest_rtt_s, *(info.shortest_rtt_s for info in self.tcp_info())])
         moved = (time.monotonic(), self.stats.page_bytes_sent, self.stats.page_bytes_received)
         seconds, *nbytes = (now - before for now, before in zip(moved, self._moved, strict=True))
         self._moved = moved

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from .conftest import Run
 from .hosts import QUICK, pattern, two_hosts
 
 WINDOW = 4 << 20
+linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the kernel does not tell its round trips")
 RTT_S, BPS = 0.010, 10e9  # 12 MiB on their way
 
 
@@ -66,5 +69,32 @@ def test_a_link_adds_a_stream_while_it_runs_and_says_why(
                 while link.stats.streams == began:
                     await back.send_page(b"page", payload)
             assert "Gb/s" in link.stats.streams_reason and back.stats.streams_reason == "the other host's choice"
+
+    run(work())
+
+
+@linux
+def test_a_slow_event_loop_is_no_long_path(run: Run, tmp_path: Path) -> None:
+    """Each ping waits 20 ms and more for the loop: with the bandwidth of a loopback that is more than one window."""
+
+    async def work() -> None:
+        loop, measured = asyncio.get_running_loop(), 0.0
+
+        def be_slow() -> None:
+            time.sleep(0.02)
+            loop.call_soon(be_slow)
+
+        be_slow()
+        async with two_hosts(tmp_path, timing=QUICK) as (a, _, address):
+            link = await a.endpoint.connect("b", address)
+            began, payload = link.stats.streams, pattern(32 << 20)
+            ends = time.monotonic() + 3
+            while time.monotonic() < ends and link.stats.streams == began:
+                await link.send_page(b"page", payload)
+                bandwidth_bps, rtt_s = link.stats.bandwidth_bps, link.stats.rtt_s
+                if bandwidth_bps is not None and rtt_s is not None:
+                    measured = max(measured, rtt_s * bandwidth_bps / 8)
+            assert measured > WINDOW / 2, "the loop was not slow enough to mislead anyone"
+            assert link.stats.streams == began
 
     run(work())
