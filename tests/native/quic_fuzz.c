@@ -6,6 +6,7 @@
  *   nameless   a peer without a certificate
  *   keys       renewed by either end, over and over
  *   packets    ipsec-mb, where it is built in: byte for byte what the TLS library makes of the same keys
+ *   moving     a client that deliberately goes to other addresses in mid-page; ours only has it happen to it
  *
  * After each part: what was sent properly has arrived exactly, nothing else was claimed, memory has not grown. */
 #define _GNU_SOURCE
@@ -32,7 +33,7 @@
 
 typedef struct {
   quic_endpoint *endpoint;
-  int fd;
+  int fd, socket; /* its index in the endpoint */
   struct sockaddr_in address;
   uint64_t link;
   bool trusting;
@@ -145,26 +146,35 @@ static void closed(void *user, uint64_t link, int why, uint64_t code, const char
 
 /* -- the wire -- */
 
+/* From now on this side is at another port of 127.0.0.`host`. */
+static void bind_side(side *s, uint32_t host, bool accept) {
+  socklen_t size = sizeof s->address;
+  int off = 0;
+  s->fd = socket(AF_INET, SOCK_DGRAM | SOCK_NONBLOCK, 0);
+  s->address = (struct sockaddr_in){.sin_family = AF_INET, .sin_addr.s_addr = htonl((127u << 24) + host)};
+  CHECK(bind(s->fd, (struct sockaddr *)&s->address, size) == 0);
+  CHECK(getsockname(s->fd, (struct sockaddr *)&s->address, &size) == 0);
+  CHECK((s->socket = quic_add_socket(s->endpoint, s->fd, accept)) >= 0);
+  setsockopt(s->fd, IPPROTO_UDP, UDP_GRO, &off, sizeof off); /* one datagram at a time, to keep */
+  s->endpoint->sockets[s->socket].gso = false;
+}
+
 static void open_side(side *s, bool accept) {
   quic_events events = {s, verify, opened, control, control_acked, claim, landed, lost, sent, closed};
   quic_options options = {identity, QUIC_CUBIC, 1452, 1 << 20, 60000000000ull, 30000000000ull, 2000000000ull, 16, 8};
-  socklen_t size = sizeof s->address;
-  int off = 0;
   memset(s, 0, sizeof *s);
   s->trusting = true;
-  s->fd = socket(AF_INET, SOCK_DGRAM | SOCK_NONBLOCK, 0);
-  s->address = (struct sockaddr_in){.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-  CHECK(bind(s->fd, (struct sockaddr *)&s->address, size) == 0);
-  CHECK(getsockname(s->fd, (struct sockaddr *)&s->address, &size) == 0);
   s->endpoint = quic_open(&events, &options);
-  CHECK(s->endpoint != NULL && quic_add_socket(s->endpoint, s->fd, accept) == 0);
-  setsockopt(s->fd, IPPROTO_UDP, UDP_GRO, &off, sizeof off); /* one datagram at a time, to keep */
-  s->endpoint->sockets[0].gso = false;
+  CHECK(s->endpoint != NULL);
+  bind_side(s, 1, accept);
 }
 
 static void close_side(side *s) {
+  quic_socket sockets[QUIC_MAX_SOCKETS];
+  size_t count = s->endpoint->socket_count;
+  memcpy(sockets, s->endpoint->sockets, sizeof sockets);
   quic_free(s->endpoint);
-  close(s->fd);
+  for (size_t i = 0; i < count; i++) close(sockets[i].fd);
   release(s);
 }
 
@@ -173,7 +183,7 @@ static void feed(side *s, const void *data, size_t size, const struct sockaddr_i
   uint8_t *exact = malloc(size); /* a read beyond the datagram is found */
   CHECK(exact != NULL || size == 0);
   if (size > 0) memcpy(exact, data, size);
-  quic_input(s->endpoint, 0, &address, sizeof address.v4, exact, size, quic_now());
+  quic_input(s->endpoint, s->socket, &address, sizeof address.v4, exact, size, quic_now());
   free(exact);
 }
 
@@ -478,6 +488,37 @@ static void compare_packets(int count) {
 }
 #endif
 
+/* -- a client that moves -- */
+
+static bool server_is_at(const struct sockaddr_in *address) {
+  const ngtcp2_path *path = ngtcp2_conn_get_path(link_of(&server)->conn);
+  return path->remote.addrlen == sizeof *address && memcmp(path->remote.addr, address, sizeof *address) == 0;
+}
+
+static void move(uint32_t host) {
+  quic_link *link = link_of(&client);
+  int landed_before = server.landed, claimed_before = server.claimed;
+  CHECK(quic_send_page(client.endpoint, client.link, 1, "header", 6, payload, PAGE) == 0);
+  CHECK(turn_until(&server.claimed, claimed_before + 1, false));
+  CHECK(server.room != NULL); /* in the middle of it */
+  bind_side(&client, host, false);
+  link->socket = client.socket;
+  ngtcp2_path path = {{(struct sockaddr *)&client.address, sizeof client.address},
+                      {(struct sockaddr *)&server.address, sizeof server.address}, NULL};
+  CHECK(ngtcp2_conn_initiate_immediate_migration(link->conn, &path, quic_now()) == 0);
+  CHECK(turn_until(&server.landed, landed_before + 1, false));
+  send_good_page(false);
+  CHECK(server_is_at(&client.address));
+}
+
+static void move_about(int count) {
+  meet(false);
+  send_good_page(false); /* the client knows now that the handshake is over */
+  for (int i = 1; i <= count; i++) move(1 + (uint32_t)i % 2);
+  CHECK(server.opened == 1 && server.closed == 0 && server.lost == 0);
+  printf("moving: followed to %d addresses, %d pages exact\n", count, server.landed);
+}
+
 static void part(void (*run)(int), int argument) {
   open_side(&server, true);
   open_side(&client, false);
@@ -507,6 +548,7 @@ int main(int argc, char **argv) {
 #ifdef QUIC_AEAD_IPSEC_MB
   part(compare_packets, 4000);
 #endif
+  part(move_about, 5);
   for (size_t i = 0; i < kept; i++) free(corpus[i].data);
   return 0;
 }

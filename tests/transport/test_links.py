@@ -212,6 +212,29 @@ def test_cancelling_the_waiting_task_cancels_the_page(run: Run, tmp_path: Path, 
     run(work())
 
 
+def test_a_cancelled_task_is_cancelled_though_its_page_had_left(run: Run, tmp_path: Path, transport: str) -> None:
+    """A future that then ended well would swallow the cancellation, and with it every time limit above."""
+
+    async def work() -> None:
+        async with linked(tmp_path, transport) as (_, b, link):
+            began, go = threading.Event(), threading.Event()
+            b.landings.on_publish = lambda slot: (began.set(), go.wait(20))
+
+            async def send() -> None:
+                await link.send_page(b"page", pattern(1000))
+
+            task = asyncio.create_task(send())
+            await b.until(began.is_set)  # all of it is there; it is not acknowledged
+            task.cancel()
+            await asyncio.sleep(0.05)
+            go.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await link.send_page(b"next", pattern(1000))
+
+    run(work())
+
+
 def test_messages_sent_just_before_closing_still_arrive(run: Run, tmp_path: Path, transport: str) -> None:
     async def work() -> None:
         async with linked(tmp_path, transport) as (a, b, link):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import socket
@@ -106,6 +107,64 @@ def test_a_client_that_changes_its_address_keeps_its_link(run: Run, tmp_path: Pa
                 await b.links[0].send_page(b"back-%d" % i, pattern(500_000))
             assert len(b.landings.published) == 16 and len(a.landings.published) == 4
             assert all(slot.view == pattern(500_000, int(slot.header[2:])) for slot in b.landings.published)
+            assert not a.closed and not b.closed
+
+    run(work())
+
+
+def test_a_client_whose_own_socket_is_at_another_address_keeps_its_link(run: Run, tmp_path: Path) -> None:
+    """Without a relay: its later datagrams come from another port of another address, and answers go there."""
+
+    async def work() -> None:
+        async with linked(tmp_path, "quic") as (a, b, link):
+            (own,) = (sock for sock in a.endpoint.engine._sockets if sock.getsockname()[0] == "0.0.0.0")
+            for i in range(3):
+                sending = [link.send_page(b"%d-%d" % (i, j), pattern(2 * MIB, j)) for j in range(4)]
+                await b.until(lambda i=i: len(b.landings.claimed) > 4 * i)  # type: ignore[misc]
+                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+                    other.bind((f"127.0.0.{2 + i}", 0))
+                    os.set_blocking(other.fileno(), False)
+                    os.dup2(other.fileno(), own.fileno(), inheritable=False)
+                await asyncio.gather(*sending)
+                await b.links[0].send_page(b"back-%d" % i, pattern(500_000))
+            assert all(slot.view == pattern(2 * MIB, int(slot.header[2:])) for slot in b.landings.published)
+            assert len(b.landings.published) == 12 and len(a.landings.published) == 3
+            assert not a.closed and not b.closed
+
+    run(work())
+
+
+def test_a_datagram_that_somebody_else_sends_on_moves_no_link(run: Run, tmp_path: Path) -> None:
+    """He saw it, stopped it and sends it from his own address: real, and newer than all before it. The new address has
+    to answer a challenge, which takes the keys; he gets hardly more than he sent."""
+
+    async def work() -> None:
+        async with two_hosts(tmp_path, "quic") as (a, b, address), relay(address) as path:
+            link = await a.endpoint.connect("b", path.address)
+            passes, sent, got, chance = path.fate, 0, 0, random.Random(1)
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as thief:
+                thief.bind(("127.0.0.3", 0))
+                thief.setblocking(False)
+
+                def steal(way: str, data: bytes) -> list[bytes]:
+                    nonlocal sent
+                    if way == "down" or chance.random() > 0.1:
+                        return passes(way, data)
+                    sent += thief.sendto(data, path.server)
+                    return []
+
+                path.fate = steal  # type: ignore[method-assign]
+                for i in range(4):
+                    await link.send_page(b"%d" % i, pattern(MIB, i))
+                    await b.links[0].send_page(b"%d" % i, pattern(MIB, i))
+                path.fate = passes  # type: ignore[method-assign]
+                await link.send_page(b"last", pattern(MIB))
+                with contextlib.suppress(BlockingIOError):
+                    while True:
+                        got += len(thief.recv(65536))
+            assert sent > 0 and got < 3 * sent
+            assert all(b.landings.payload(b"%d" % i) == pattern(MIB, i) for i in range(4))
+            assert all(a.landings.payload(b"%d" % i) == pattern(MIB, i) for i in range(4))
             assert not a.closed and not b.closed
 
     run(work())

@@ -79,6 +79,28 @@ def test_a_silence_shorter_than_the_limit_is_survived(run: Run, tmp_path: Path, 
     run(work())
 
 
+def test_a_page_that_has_not_begun_is_free_at_once_though_the_path_is_silent(
+    run: Run, tmp_path: Path, transport: str
+) -> None:
+    async def work() -> None:
+        async with (
+            two_hosts(tmp_path, transport, timing=Timing(ping_s=0.05, dead_s=NEVER_S)) as (a, _, address),
+            pausable(transport, address) as (path, there),
+        ):
+            link = await a.endpoint.connect("b", there)
+            path.paused = True
+            for _ in range(300):  # more than there are QUIC streams
+                link.send_page(b"begun", pattern(100))
+            view = pattern(MIB)
+            waiting = link.send_page(b"waiting", view)
+            waiting.cancel()
+            await asyncio.wait([waiting], timeout=10)
+            assert waiting.cancelled()
+            unmap(view)
+
+    run(work())
+
+
 _PEER = """
 import asyncio, sys
 from pathlib import Path
