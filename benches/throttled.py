@@ -1,55 +1,37 @@
-"""One handoff at 1 MB/s beside another on the same link (issue 5, acceptance 5): python -m benches.throttled, JSON.
+"""One handoff at 1 MB/s beside another (issue 5, acceptance 5): python -m benches.throttled, one JSON object.
 
-The prefiller is a test build of the daemon that paces the pages of every prompt of `SLOW` tokens. A round measures the
-other request alone, then started after a slow one: once while the slow one only transfers, and once at the same moment,
-when the two prompts share the engine too. The limit of 1.2 is for the former: it is the wire, memory and credit that
-must not be shared unfairly. The last slow request runs to its end, which shows that it was slow and came over right.
+One prefiller, two decoders; the path to one of them is a relay of 1 MB/s. A round measures a request of the other
+decoder alone, then started after a slow one: once while the slow one only transfers, and once at the same moment, when
+the two prompts share the engine too. The limit of 1.2 is for the former: it is the prefiller's memory, credit and lanes
+that must not be shared unfairly. Every slow request runs to its end, which shows that it was slow and came over right.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Final
 
 import psutil
 
-import zerocopy.daemon.outgoing as outgoing
-from benches.two_hosts import MOVED, Two, two_hosts
-from zerocopy.cli.hosts import Host
-from zerocopy.cli.main import run as run_cli
+from benches.two_hosts import MOVED
+from tests.daemon.slow_relay import free_port, slow_path_to
+from zerocopy.cli.hosts import Host, Hosts, smollm2
 from zerocopy.cli.measuring import median
 from zerocopy.cli.workload import Arrival, prompt_of
-from zerocopy.daemon.memory import Lease
-from zerocopy.daemon.outgoing import Outgoing, _Page
 
 BYTES_PER_S: Final = 1_000_000
 SLOW: Final = 500  # prompt tokens: 11.5 MB of SmolLM2's state
 OTHER: Final = 300
 LIMIT: Final = 1.2
 WORDS: Final = 40_000
-
-
-class Paced(Outgoing):
-    """A page leaves only when those before it have taken their time at the cap."""
-
-    _next_at = 0.0
-
-    def _next_page(self, lease: Lease) -> _Page | None:
-        if (early := self._next_at - time.monotonic()) > 0:
-            asyncio.get_running_loop().call_later(early, self._wake.set)
-            return None
-        return super()._next_page(lease)
-
-    def _send(self, page: _Page) -> None:
-        if len(self._tokens) == SLOW:
-            self._next_at = max(self._next_at, time.monotonic()) + page.header.payload_bytes / BYTES_PER_S
-        super()._send(page)
+FLAGS: Final = ("--n-ctx", "1024", "--threads", "1", "--log-level", "warning")
 
 
 def ask(host: Host, tokens: int, number: int) -> tuple[float, dict[str, Any]]:
@@ -62,15 +44,15 @@ def ask(host: Host, tokens: int, number: int) -> tuple[float, dict[str, Any]]:
     return time.monotonic() - began, answer.body["timings"]["handoff"]
 
 
-def beside(two: Two, number: int, *, computed: bool) -> tuple[float, float]:
-    """(seconds of the other, KV bytes a second of the slow one)"""
+def beside(prefiller: Host, far: Host, near: Host, number: int, *, computed: bool) -> tuple[float, float]:
+    """(seconds of the near one, KV bytes a second of the far one)"""
     with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(ask, two.decoder, SLOW, number)
-        while not two.prefiller.status()["handoffs_out"]:
+        slow = pool.submit(ask, far, SLOW, number)
+        while not prefiller.status()["handoffs_out"]:
             time.sleep(0.01)
         if computed:
-            wait_for_idle(two.processes()["prefiller worker"])
-        took, _ = ask(two.decoder, OTHER, number + 1)
+            wait_for_idle(psutil.Process(prefiller.status()["worker"]["pid"]))
+        took, _ = ask(near, OTHER, number + 1)
         if slow.done():
             raise SystemExit("the throttled handoff ended before the other")
         slow_s, handoff = slow.result()
@@ -85,17 +67,37 @@ def wait_for_idle(worker: psutil.Process) -> None:
         time.sleep(0.4)
 
 
+def three(hosts: Hosts, address: str, slow_path: str) -> tuple[Host, Host, Host]:
+    """A prefiller, a decoder that knows it by the slow path only, and one that is told its address. All ready."""
+    common = ["--model", str(smollm2()), *FLAGS]
+    listen = ["--listen", address, "--advertise", slow_path]
+    prefiller = hosts.add("prefiller", ["--role", "prefill", *common, *listen])
+    prefiller.address = address
+    far = hosts.add("far", ["--role", "decode", *common, "--peer", f"prefiller={slow_path}"])
+    near = hosts.add("near", ["--role", "decode", *common], peers=[prefiller])
+    for host in (prefiller, far, near):
+        host.start()
+    prefiller.wait_ready()
+    for host in (far, near):
+        host.wait_ready(connected_to=["prefiller"])
+    return prefiller, far, near
+
+
 def run(rounds: int) -> dict[str, Any]:
-    flags = ["--n-ctx", "1024", "--threads", "1", "--log-level", "warning"]
-    command = (sys.executable, "-m", "benches.throttled", "--host")
     alone, transferring, at_once = list[float](), list[float](), list[float]()
-    with two_hosts(flags, prefill_command=command) as two:
-        ask(two.decoder, OTHER, 0)  # warm
+    port = free_port()
+    with (
+        tempfile.TemporaryDirectory(prefix="zc-throttled-") as folder,
+        slow_path_to(port, 8 * BYTES_PER_S, "tcp") as (slow_path, _),
+        Hosts(Path(folder)) as hosts,
+    ):
+        prefiller, far, near = three(hosts, f"127.0.0.1:{port}", slow_path)
+        ask(near, OTHER, 0)  # warm
         for turn in range(rounds):
-            alone.append(ask(two.decoder, OTHER, 10 * turn + 1)[0])
-            took, slow_rate = beside(two, 10 * turn + 2, computed=True)
+            alone.append(ask(near, OTHER, 10 * turn + 1)[0])
+            took, slow_rate = beside(prefiller, far, near, 10 * turn + 2, computed=True)
             transferring.append(took)
-            at_once.append(beside(two, 10 * turn + 4, computed=False)[0])
+            at_once.append(beside(prefiller, far, near, 10 * turn + 4, computed=False)[0])
             print(f"alone {alone[-1]:.2f} s, beside {took:.2f} s, at once {at_once[-1]:.2f} s", file=sys.stderr)
     return {
         "alone_s": round(median(alone), 3),
@@ -110,10 +112,6 @@ def run(rounds: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--host"]:
-        outgoing.Outgoing = Paced  # type: ignore[misc]
-        del sys.argv[1]
-        return run_cli()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     report = run(parser.parse_args().rounds)

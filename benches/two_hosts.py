@@ -79,14 +79,11 @@ def two_hosts(
     *,
     prefill_flags: Iterable[str] = (),
     decode_flags: Iterable[str] = (),
-    prefill_command: tuple[str, ...] | None = None,
 ) -> Iterator[Two]:
-    """Both ready. `prefill_command` runs the prefiller in place of `zc-handoff`."""
+    """Both ready."""
     model = ["--model", str(smollm2())]
     with tempfile.TemporaryDirectory(prefix="zc-two-") as folder, Hosts(Path(folder)) as hosts:
-        prefiller = hosts.add(
-            "prefiller", ["--role", "prefill", *model, *flags, *prefill_flags], command=prefill_command
-        )
+        prefiller = hosts.add("prefiller", ["--role", "prefill", *model, *flags, *prefill_flags])
         decoder = hosts.add("decoder", ["--role", "decode", *model, *flags, *decode_flags], peers=[prefiller])
         for host in (prefiller, decoder):
             host.start()

@@ -7,6 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+from tests.transport.udp_relay import Relay
 
 PIECE = 64 << 10
 
@@ -53,3 +58,26 @@ class SlowRelay:
                     await asyncio.sleep(8 * len(piece) / self.bits_per_s)
         finally:
             writer.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def slow_path_to(port: int, bits_per_s: float, transport: str) -> Iterator[tuple[str, SlowRelay | Relay]]:
+    """Where that port can be reached at that speed, per connection and direction, and what makes it slow."""
+    relay: SlowRelay | Relay = SlowRelay(f"127.0.0.1:{port}", bits_per_s)
+    if transport == "quic":
+        relay = Relay(("127.0.0.1", port), bits_per_s=bits_per_s)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield asyncio.run_coroutine_threadsafe(relay.listen(), loop).result(5), relay
+    finally:
+        asyncio.run_coroutine_threadsafe(relay.close(), loop).result(5)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(5)

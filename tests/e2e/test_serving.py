@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.daemon.slow_relay import SlowRelay
+from tests.daemon.slow_relay import free_port, slow_path_to
 from tests.e2e.conftest import ModelFile, StartPair
 from tests.e2e.pair import (
     ENGINE,
@@ -33,7 +30,6 @@ from tests.e2e.pair import (
     text_of,
     wait_until,
 )
-from tests.transport.udp_relay import Relay
 from transport.quic_choice import SCHEME
 from zerocopy.cli.hosts import Answer, Host, Hosts
 
@@ -180,29 +176,6 @@ def test_a_decoder_takes_from_several_prefillers(model_file: ModelFile, tmp_path
         for answer in at_once(decoder, [120, 220], "disaggregated"):
             assert_disaggregated(answer)
         assert_nothing_held(decoder)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextmanager
-def slow_path_to(port: int, bits_per_s: float, transport: str) -> Iterator[tuple[str, SlowRelay | Relay]]:
-    """Where that port can be reached at that speed, per connection and direction, and what makes it slow."""
-    relay: SlowRelay | Relay = SlowRelay(f"127.0.0.1:{port}", bits_per_s)
-    if transport == "quic":
-        relay = Relay(("127.0.0.1", port), bits_per_s=bits_per_s)
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    try:
-        yield asyncio.run_coroutine_threadsafe(relay.listen(), loop).result(5), relay
-    finally:
-        asyncio.run_coroutine_threadsafe(relay.close(), loop).result(5)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(5)
 
 
 def test_a_handoff_over_a_slow_link_holds_up_no_other(model_file: ModelFile, tmp_path: Path, transport: str) -> None:
