@@ -17,6 +17,9 @@ from zerocopy.cli.iperf3 import ATTEMPTS, Iperf3, Iperf3Failed, read_report
 
 pytestmark = pytest.mark.skipif(shutil.which("iperf3") is None, reason="iperf3 is not installed")
 
+RECEIVED = {"seconds": 2.0, "bytes": 2 << 30, "bits_per_second": 8.5e9}
+USED = {"host_total": 50.0, "remote_total": 25.0}
+
 
 def dead_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -55,10 +58,16 @@ def test_a_report_that_is_cut_off_or_lacks_the_servers_figures_is_no_measurement
     with pytest.raises(Iperf3Failed, match="gave no report"):
         read_report(killed_half_way()[:200])
     with pytest.raises(Iperf3Failed, match="it said: iperf3: error - out of luck"):
-        read_report(b"", b"iperf3: error - out of luck\n")
-    received = {"seconds": 1.0, "bytes": 1 << 30, "bits_per_second": 8e9}
-    with pytest.raises(Iperf3Failed, match="not what its server received and used"):
-        read_report(json.dumps({"end": {"sum_received": received}}).encode())
+        read_report(b"half a report", b"iperf3: error - out of luck\n")
+    for end in ({"sum_received": RECEIVED}, {"sum_received": RECEIVED | {"bytes": 0}, "cpu_utilization_percent": USED}):
+        with pytest.raises(Iperf3Failed, match="not what its server received and used"):
+            read_report(json.dumps({"end": end}).encode())
+
+
+def test_the_figures_are_what_arrived_and_the_processor_time_of_both_ends() -> None:
+    """Half a core and a quarter of one for two seconds: 1.5 s for 2 GiB."""
+    report = json.dumps({"end": {"sum_received": RECEIVED, "cpu_utilization_percent": USED}})
+    assert read_report(report.encode()) == Iperf3(gbps=8.5, cpu_s_per_gib=0.75)
 
 
 def attempts(ports: list[int]) -> Iterator[Iperf3]:

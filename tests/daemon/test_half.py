@@ -11,6 +11,8 @@ from tests.handoff.scene import HANDOFF, IDENTITY, PROMPT, SCHEMA
 from transport.link import Link, LinkError
 from zerocopy.daemon.half import HandoffHalf
 from zerocopy.daemon.trace import Trace
+from zerocopy.handoff.machine import Send
+from zerocopy.handoff.messages import Abort
 from zerocopy.handoff.sink import SinkHandoff
 
 
@@ -39,6 +41,15 @@ async def test_a_message_that_the_link_does_not_take_ends_the_handoff_with_the_l
     assert outcome.reason == "link-lost" and "4096 messages" in outcome.message
     assert (mine.trace.outcome, mine.trace.reason) == ("aborted", "link-lost")
     assert mine._drained.is_set()
+    assert mine.trace.marks["aborted"] <= time.monotonic()
+
+
+@on_uvloop
+async def test_a_message_that_this_host_should_not_have_built_ends_the_handoff_too() -> None:
+    mine = half(queue_s=60.0)
+    mine._do([Send(Abort(handoff_id=b"short", epoch=0, reason="cancelled", message=""))])
+    outcome = mine.machine.outcome
+    assert outcome is not None and outcome.reason == "message" and "out of bounds" in outcome.message
 
 
 @on_uvloop

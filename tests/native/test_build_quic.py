@@ -51,6 +51,24 @@ def test_the_one_that_is_insisted_on_is_taken_or_refused_by_name(prefix: Path, m
         find_backend()
 
 
+def test_what_the_caller_insists_on_comes_before_the_environment(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(prefix, "gnutls", "openssl")
+    monkeypatch.setenv("QUIC_TLS", "openssl")
+    assert find_backend("gnutls") == BACKENDS["gnutls"]._replace(prefix=prefix)
+
+
+def test_it_is_found_under_any_prefix_and_only_together_with_ngtcp2_itself(
+    tmp_path: Path, prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_quic, "_PREFIXES", (tmp_path / "usr", tmp_path / "brew"))
+    install(tmp_path / "brew", "gnutls")
+    found = find_backend()
+    assert found == BACKENDS["gnutls"]._replace(prefix=tmp_path / "brew")
+    assert found is not None and found.folders("lib") == [f"{tmp_path}/brew/lib"]
+    (tmp_path / "brew/include/ngtcp2/ngtcp2.h").unlink()
+    assert find_backend() is None
+
+
 def test_an_openssl_that_homebrew_keeps_apart_is_found(prefix: Path) -> None:
     install(prefix, "openssl")
     keg = prefix / "opt" / "openssl@3"
