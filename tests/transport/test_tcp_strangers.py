@@ -9,6 +9,7 @@ import socket
 import ssl
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -304,3 +305,37 @@ def test_addresses_count_by_host_and_ipv6_by_network() -> None:
     assert origin(("192.0.2.7", 1)) == "192.0.2.7" == origin(("::ffff:192.0.2.7", 1, 0, 0))
     assert origin(("2001:db8::1", 1, 0, 0)) == origin(("2001:db8::ffff:2", 2, 0, 0)) == "2001:db8::/64"
     assert origin(("fe80::1%eth0", 1, 0, 2)) == "fe80::/64"
+
+
+@pytest.mark.parametrize("whose", ["another-peer", "nobody"])
+def test_a_certificate_that_tls_let_through_is_still_compared(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    """TLS already takes no other key. Were that ever loosened, the link's own look is what is left, on either side."""
+    context = KeyStore._context
+
+    def lax(self: KeyStore, protocol: Any, authorities: str) -> ssl.SSLContext:
+        everybody = authorities + "".join(host.keys.show()[0] for host in hosts)
+        return context(self, protocol, everybody)
+
+    hosts = list[Host]()
+    monkeypatch.setattr(KeyStore, "_context", lax)
+
+    async def work() -> None:
+        async with two_hosts(tmp_path) as (a, b, address):
+            c = Host(tmp_path, "c")
+            hosts.extend((a, b, c))
+            where = await c.open().listen("127.0.0.1:0")
+            if whose == "another-peer":
+                c.trust(a)
+                a.trust(c)
+                dialling = a.endpoint.connect("b", where)
+            else:
+                c.trust(b)
+                dialling = c.endpoint.connect("b", address)
+            with pytest.raises(LinkError):
+                await dialling
+            assert a.links == b.links == c.links == []
+            await c.endpoint.close()
+
+    run(work())
