@@ -108,7 +108,7 @@ def test_a_probe_page_above_its_bound_closes_the_link(tmp_path: Path, run: Run, 
         async with linked(tmp_path, transport) as (a, _b, link):
             with pytest.raises(LinkError):
                 await link.send_page(HEADER, pattern(MAX_PAGE + 1))
-            await a.until(lambda: bool(a.closed))
+            await a.until(lambda: a.closed == ["peer-closed/probe-bounds"])
 
     run(scenario())
 
