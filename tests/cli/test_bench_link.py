@@ -107,7 +107,8 @@ def test_both_ends_here_give_every_figure_and_a_picture(tmp_path: Path, capsys: 
     picture = tmp_path / "sweep.svg"
     assert main.run(["bench", "link", *SHORT, "--codec", "none,lz4", "--plot", str(picture), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert set(report) == {"rows", "default", "best", "ceiling", "streams_reason"}
+    assert set(report) == {"rows", "default", "best", "ceiling", "streams_reason", "quic_engine"}
+    assert report["quic_engine"] is None
     wire, codec = report["rows"]
     assert set(wire) >= ROW and set(codec) >= ROW
     assert (wire["transport"], wire["streams"], wire["record_bytes"], wire["page_bytes"]) == (

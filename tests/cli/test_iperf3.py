@@ -50,7 +50,7 @@ def test_without_a_server_the_client_ends_with_status_0_and_its_reason_is_named(
 def test_a_server_that_is_killed_half_way_is_no_measurement() -> None:
     report = killed_half_way()
     assert json.loads(report)["end"] == {}  # what the test is about: the figures are not there
-    with pytest.raises(Iperf3Failed, match=r"reports: unable to .+"):
+    with pytest.raises(Iperf3Failed, match=r"reports: (unable to|control socket) .+"):  # whichever it notices first
         read_report(report)
 
 
