@@ -193,9 +193,10 @@ def test_a_handoff_over_a_slow_link_holds_up_no_other(model_file: ModelFile, tmp
             scheme = SCHEME if transport == "quic" else ""
             far = hosts.add("far", ["--role", "decode", *common, "--peer", f"prefiller={scheme}{slow_path}"])
             near = hosts.add("near", ["--role", "decode", *common], peers=[prefiller], transport=transport)
-            for host in (prefiller, far, near):
+            prefiller.start()
+            prefiller.wait_ready()  # first, so that nobody has to hear over the slow path that its engine is up
+            for host in (far, near):
                 host.start()
-            prefiller.wait_ready()
             for host in (far, near):
                 host.wait_ready(connected_to=["prefiller"])
             slow = pool.submit(ask, far, prompt_of(1000), "disaggregated")
