@@ -154,6 +154,6 @@ class PathTable:
         """Every path with what it would take, this one first."""
         order = sorted(known, key=lambda other: (other != address, known[other].seconds))
         size = f"{REFERENCE_BYTES >> 20} MiB"
-        parts = [f"{one}: {size} in {1e3 * known[one].seconds:.3g} ms ({known[one]})" for one in order]
+        parts = [f"{one}: {size} in {known[one].seconds:.3g} s ({known[one]})" for one in order]
         parts += [f"{path.address} cannot be used now" for path in self.all() if path.error is not None]
         return "; ".join(parts)
