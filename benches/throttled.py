@@ -75,9 +75,10 @@ def three(hosts: Hosts, address: str, slow_path: str) -> tuple[Host, Host, Host]
     prefiller.address = address
     far = hosts.add("far", ["--role", "decode", *common, "--peer", f"prefiller={slow_path}"])
     near = hosts.add("near", ["--role", "decode", *common], peers=[prefiller])
-    for host in (prefiller, far, near):
+    prefiller.start()
+    prefiller.wait_ready()  # first, so that nobody has to hear over the slow path that its engine is up
+    for host in (far, near):
         host.start()
-    prefiller.wait_ready()
     for host in (far, near):
         host.wait_ready(connected_to=["prefiller"])
     return prefiller, far, near
