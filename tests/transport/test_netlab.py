@@ -113,16 +113,27 @@ def test_after_sigkill_of_the_runner_nothing_is_left() -> None:
 
 
 @as_root
-def test_sigterm_ends_the_command_and_the_lab_reports() -> None:
+@pytest.mark.parametrize("after_s", [None, *(step / 25 for step in range(12))], ids=lambda after_s: f"after-{after_s}")
+def test_sigterm_ends_the_command_and_the_lab_reports(after_s: float | None) -> None:
+    """Also a signal that comes while the lab is being built; None: once the command runs."""
     lab = subprocess.Popen(
         [sys.executable, str(NETLAB), "10mbit", "--", "sh", "-c", "echo up; exec sleep 4711.3"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert lab.stdout is not None and lab.stdout.readline() == "up\n"
-    lab.send_signal(signal.SIGTERM)
-    _, said = lab.communicate(timeout=10)
-    assert lab.returncode == 128 + signal.SIGTERM
-    assert "0 packets lost on purpose" in said
+    try:
+        if after_s is None:
+            assert lab.stdout is not None and lab.stdout.readline() == "up\n"
+        else:
+            time.sleep(after_s)
+        lab.send_signal(signal.SIGTERM)
+        _, said = lab.communicate(timeout=10)
+    finally:
+        lab.kill()
+    if lab.returncode == -signal.SIGTERM:  # Python itself was still starting: there was no lab
+        assert after_s is not None and not said
+    else:
+        assert lab.returncode == 128 + signal.SIGTERM
+        assert "0 packets lost on purpose" in said
     assert processes("4711.3") == []
 
 
