@@ -129,6 +129,17 @@ def test_a_context_is_rounded_up_to_what_the_engine_gives(open_runtime: OpenRunt
     assert open_runtime("llama", changed(n_ctx=300)).facts.n_ctx == 512
 
 
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_a_chunk_may_be_as_long_as_the_context(sequences: int, open_runtime: OpenRuntime) -> None:
+    """A batch holds a token of every other sequence beside it: more than the engine grants a context of that length."""
+    whole = changed(n_ctx=256, chunk_tokens=256, page_tokens=32, sequences=sequences, kv_tokens=256)
+    runtime = open_runtime("nemotron_h_moe+mtp", whole)
+    for lane in (runtime.open_lane(), runtime.open_pool().lane(sequences - 1)):
+        prefill(lane, runtime.facts, prompt(runtime.facts, 256))
+        assert (lane.positions().target, runtime.facts.n_ctx) == (255, 256)
+        lane.clear()
+
+
 def test_threads_default_to_the_physical_cores(open_runtime: OpenRuntime) -> None:
     assert "threads 0" not in open_runtime("llama", changed(threads=0)).facts.identity.exactness
 

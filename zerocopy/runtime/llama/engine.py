@@ -73,7 +73,8 @@ class LlamaRuntime:
 
     def open_lane(self) -> LlamaLane:
         """A pool of one: for measuring, where nobody shares."""
-        alone = msgspec.structs.replace(self._lane_model.options, sequences=1, cells=self._lane_model.options.n_ctx)
+        options = self._lane_model.options
+        alone = msgspec.structs.replace(options, sequences=1, cells=_cells(options.n_ctx, options.chunk_tokens, 1))
         return self._open(msgspec.structs.replace(self._lane_model, options=alone)).lane(0)
 
     def _open(self, model: LaneModel) -> LlamaPool:
@@ -208,7 +209,7 @@ def _context_options(options: LlamaOptions) -> ContextOptions:
     return ContextOptions(
         n_ctx=n_ctx,
         sequences=options.sequences,
-        cells=max(n_ctx, _rounded(wanted)),
+        cells=_cells(max(n_ctx, wanted), options.chunk_tokens, options.sequences),
         chunk_tokens=options.chunk_tokens,
         kv_type_k=options.kv_type_k,
         kv_type_v=options.kv_type_v,
@@ -216,6 +217,12 @@ def _context_options(options: LlamaOptions) -> ContextOptions:
         batch_invariant=options.batch_invariant,
         threads=options.threads or _physical_cores(),
     )
+
+
+def _cells(tokens: int, chunk_tokens: int, sequences: int) -> int:
+    """For so many tokens, and a whole batch: the engine cuts a batch that is longer than its context, which a chunk as
+    long as n_ctx beside one token of another sequence would be."""
+    return _rounded(max(tokens, chunk_tokens + sequences))
 
 
 def _rounded(tokens: int) -> int:
