@@ -21,8 +21,8 @@ from typing import Any, Final
 import psutil
 
 from benches.two_hosts import MOVED
-from tests.daemon.slow_relay import free_port, slow_path_to
-from zerocopy.cli.hosts import Host, Hosts, smollm2
+from tests.daemon.slow_relay import slow_path_to
+from zerocopy.cli.hosts import Host, Hosts, free_port, smollm2
 from zerocopy.cli.measuring import median
 from zerocopy.cli.workload import Arrival, prompt_of
 

@@ -25,22 +25,22 @@ def quiet(what: str) -> None:
 
 @on_uvloop
 async def test_first_token_gaps_and_counts_are_what_the_server_did() -> None:
-    script = [pause(0.05), STARTED, Delta("a", 1), pause(0.1), Delta("b", 1), Delta("", 1), FINISHED]
+    script = [pause(0.05), STARTED, Delta("a", 1), pause(0.5), Delta("b", 1), Delta("", 1), FINISHED]
     async with open_door(ScriptedService(script)) as door:  # type: ignore[arg-type]
         seen = await open_loop(Target(f"http://{door.address}"), [Arrival(0.0, 5, 3)] * 2, quiet)
         assert [len(request.prompt) for request in door.service.requests] == [5, 5]
     for one in seen:
         assert one.failure is None and one.output_tokens == 3 and len(one.pieces) == 2
-        assert 0.04 < one.ttft_s < 0.5 and 0.04 < one.tpot_s < 0.5
+        assert 0.04 < one.ttft_s < 10 and one.tpot_s == (one.pieces[1] - one.pieces[0]) / 2
     result = report(seen, SLO)
     assert (result.requests, result.completed, result.failed) == (2, 2, {})
-    assert result.gap_s is not None and 0.09 < result.gap_s.p50 < 0.5
+    assert result.gap_s is not None and 0.25 < result.gap_s.p50 < 10  # the first piece may be read late
 
 
 @on_uvloop
 async def test_requests_start_when_the_load_says_whether_or_not_others_have_ended() -> None:
     """Open loop: a server that is slow does not slow the load."""
-    script = [STARTED, pause(0.5), Delta("a", 1), FINISHED]
+    script = [STARTED, pause(1.5), Delta("a", 1), FINISHED]
     async with open_door(ScriptedService(script)) as door:  # type: ignore[arg-type]
         load = [Arrival(0.05 * n, 5, 3) for n in range(6)]
         seen = await open_loop(Target(f"http://{door.address}"), load, quiet)
@@ -52,7 +52,7 @@ async def test_a_closed_loop_has_so_many_at_once() -> None:
     async with open_door(ScriptedService([STARTED, pause(0.05), Delta("a", 1), FINISHED])) as door:  # type: ignore[arg-type]
         seen = await closed_loop(Target(f"http://{door.address}"), [Arrival(0.0, 5, 3)] * 6, 2)
     assert len(seen) == 6
-    assert all(sum(a.sent < b.ended and b.sent < a.ended for b in seen) <= 3 for a in seen)
+    assert max(sum(b.sent <= a.sent < b.ended for b in seen) for a in seen) == 2
 
 
 @on_uvloop

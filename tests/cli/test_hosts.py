@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -57,6 +59,27 @@ def test_a_command_that_is_told_to_end_takes_its_hosts_with_it(tmp_path: Path) -
     assert ending.value.code == 128 + signal.SIGTERM
     assert not psutil.pid_exists(pid)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_command_that_is_told_to_end_while_it_starts_a_host_takes_that_one_with_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Nobody would know of a process whose start was interrupted."""
+    started, really = list[subprocess.Popen[bytes]](), subprocess.Popen
+
+    def interrupted(*words: Any, **how: Any) -> subprocess.Popen[bytes]:
+        started.append(really(*words, **how))
+        os.kill(os.getpid(), number)
+        return started[-1]
+
+    monkeypatch.setattr(module.subprocess, "Popen", interrupted)
+    with pytest.raises((SystemExit, KeyboardInterrupt)), Hosts(tmp_path, SCRIPTED) as hosts:
+        hosts.add("a", ["--model", "ready"]).start()
+    try:
+        assert started[0].poll() is not None
+    finally:
+        started[0].kill()
 
 
 def test_an_answer_has_its_status_headers_and_body(tmp_path: Path) -> None:
@@ -119,7 +142,7 @@ def test_stopping_gives_the_exit_status(tmp_path: Path) -> None:
 
 
 def test_every_host_is_ended_also_when_one_will_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STOP_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(module, "STOP_TIMEOUT_S", 2.0)  # time enough for those that do
     pids = []
     with pytest.raises(CliError, match="host b ignored signal 15"), Hosts(tmp_path, SCRIPTED) as hosts:
         for name, model in (("a", "ready"), ("b", "deaf"), ("c", "ready")):

@@ -159,7 +159,7 @@ async def open_door(service: ScriptedService | None = None, **settings: Any) -> 
 def run(test: Coroutine[Any, Any, None]) -> None:
     """On uvloop, as in the daemon."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(asyncio.wait_for(test, 30))
+        runner.run(asyncio.wait_for(test, 100))
 
 
 def on_uvloop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:

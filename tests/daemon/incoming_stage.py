@@ -99,6 +99,12 @@ class Stage:
             handoff.receive(self.job, request, epoch=self._epoch, transfer_s=settings["transfer_s"])
         )
 
+    def expire(self) -> None:
+        """Its time is over now, however long it took to get here."""
+        assert self.host.incoming is not None
+        self.host.incoming.machine.deadline = time.monotonic()
+        self.host.incoming._wake.set()
+
     @property
     def id(self) -> bytes:
         assert self.host.incoming is not None
@@ -173,7 +179,7 @@ class Stage:
     async def failed(self, reason: str) -> str:
         """It ends, everything is given back and nothing was committed; returns the sentence."""
         with pytest.raises(HandoffFailed) as error:
-            await asyncio.wait_for(self.task, 10)
+            await asyncio.wait_for(self.task, 30)
         assert error.value.reason == reason
         assert (self.trace.outcome, self.trace.reason) == ("aborted", reason)
         assert self.nothing_held()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class Landed:
         self.view = memoryview(bytearray(size))
 
     def publish(self) -> None:
-        self._sink.gate.wait(5)
+        self._sink.gate.wait(60)
         self._sink.landed.append(Page(PageHeader.unpack(self._header), bytes(self.view)))
 
     def discard(self) -> None:
@@ -132,6 +133,12 @@ class Stage:
         self.count += 1
         return await self.host.worker.got(p.Prefill, self.count)
 
+    def expire(self) -> None:
+        """Its time is over now, however long it took to get here."""
+        (handoff,) = self.host.service._handoffs.values()
+        handoff.machine.deadline = time.monotonic()
+        handoff._wake.set()
+
     @property
     def pages(self) -> list[Page]:
         assert self.grant is not None
@@ -175,8 +182,10 @@ async def staged(folder: Path, **options: int) -> AsyncIterator[Stage]:
     decoder = Peer(sink)
     async with joined(folder, decoder, host):
         stage = Stage(host, decoder, sink)
-        yield stage
-        sink.gate.set()
+        try:
+            yield stage
+        finally:
+            sink.gate.set()  # or the link's receiver would wait for it
         await host.service.stop()
         assert host.nothing_held()
         assert not host.worker.killed

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import threading
 from collections.abc import Iterator
 
@@ -60,12 +59,6 @@ class SlowRelay:
             writer.close()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def slow_path_to(port: int, bits_per_s: float, transport: str) -> Iterator[tuple[str, SlowRelay | Relay]]:
     """Where that port can be reached at that speed, per connection and direction, and what makes it slow."""
@@ -76,8 +69,8 @@ def slow_path_to(port: int, bits_per_s: float, transport: str) -> Iterator[tuple
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     try:
-        yield asyncio.run_coroutine_threadsafe(relay.listen(), loop).result(5), relay
+        yield asyncio.run_coroutine_threadsafe(relay.listen(), loop).result(30), relay
     finally:
-        asyncio.run_coroutine_threadsafe(relay.close(), loop).result(5)
+        asyncio.run_coroutine_threadsafe(relay.close(), loop).result(30)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(5)
+        thread.join(30)

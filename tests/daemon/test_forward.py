@@ -311,7 +311,7 @@ def test_a_request_out_of_bounds_is_refused_before_anything_is_done(tmp_path: Pa
             inbox: asyncio.Queue[GenerateEvent | GenerateEnd] = asyncio.Queue()
             asked.forwarding._asked[b"r" * 16] = (link, inbox)
             link.send(encode(Generate(request_id=b"r" * 16, payload=msgspec.msgpack.encode(body))))
-            end = await asyncio.wait_for(inbox.get(), 5)
+            end = await asyncio.wait_for(inbox.get(), 30)
             assert isinstance(end, GenerateEnd)
             assert end.reason == "message"
             assert not decoder.requests

@@ -116,7 +116,7 @@ def background(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
 
 async def refusal(task: asyncio.Task[Any]) -> RequestError:
     with pytest.raises(RequestError) as error:
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 30)
     return error.value
 
 
@@ -355,7 +355,7 @@ def test_a_worker_that_dies_when_the_answer_has_begun_is_an_error_to_retry() -> 
 @pytest.mark.parametrize("dies", ["twice", "for good"])
 def test_a_worker_that_does_not_come_back_or_dies_again_is_an_error_to_retry(dies: str) -> None:
     async def scenario() -> None:
-        async with host(queue_s=0.2) as one:
+        async with host(queue_s=0.5) as one:
             task = background(gather(one.generate()))
             await one.worker.got(p.Generate)
             one.worker.lose()
@@ -459,7 +459,7 @@ def test_a_client_that_goes_during_a_handoff_ends_it_on_both_hosts(tmp_path: Pat
 @pytest.mark.usefixtures("transport")
 def test_a_handoff_ends_with_the_request_it_is_for(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with connected(tmp_path, request_s=0.2) as (one, prefiller):
+        async with connected(tmp_path, request_s=0.5) as (one, prefiller):
             error = await refusal(background(gather(one.generate(MOVED))))
             assert (error.reason, error.status) == ("request-deadline", 504)
             assert (await prefiller.hear(Abort)).reason == "cancelled"

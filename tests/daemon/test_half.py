@@ -55,7 +55,7 @@ async def test_a_message_that_this_host_should_not_have_built_ends_the_handoff_t
 @on_uvloop
 async def test_a_half_that_sleeps_wakes_at_its_machines_deadline() -> None:
     mine = half(queue_s=0.05)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not mine.machine.over:
             await mine._sleep()
     assert mine.trace.reason == "queue-deadline"

@@ -165,7 +165,7 @@ LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [uvloop.new_event_loop, a
 def run_on(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]], None]:
     def start(test: Coroutine[Any, Any, None]) -> None:
         with asyncio.Runner(loop_factory=request.param) as runner:
-            runner.run(asyncio.wait_for(test, 30))
+            runner.run(asyncio.wait_for(test, 100))
 
     return start
 
@@ -185,7 +185,7 @@ def test_a_client_that_leaves_cancels_its_request(
                 while not door.service.requests:
                     await asyncio.sleep(0.005)
             writer.transport.abort() if reset else writer.close()
-            await asyncio.wait_for(door.service.closed.wait(), 5)
+            await asyncio.wait_for(door.service.closed.wait(), 30)
             door.service.script = HELLO
             assert (await door.post(COMPLETION)).status == 200
 
@@ -199,7 +199,7 @@ def test_a_client_that_stops_reading_does_not_hold_its_request_for_ever(monkeypa
     async def check() -> None:
         async with open_door(ScriptedService([STARTED, *flood, never])) as door:
             _, writer = await door.send_raw(STREAM)
-            await asyncio.wait_for(door.service.closed.wait(), 10)
+            await asyncio.wait_for(door.service.closed.wait(), 30)
             writer.transport.abort()
 
     run(check())

@@ -100,7 +100,7 @@ def test_it_commits_whatever_comes_last(tmp_path: Path, order: tuple[str, ...]) 
                 acts[act]()
                 if number < len(order):
                     await asyncio.sleep(0.03)
-            await asyncio.wait_for(stage.task, 5)
+            await asyncio.wait_for(stage.task, 30)
             await stage.job.release()
 
     run(scenario())
@@ -116,7 +116,7 @@ def test_without_a_probe_the_positions_are_enough(tmp_path: Path) -> None:
             stage.host.worker.take(task)
             stage.seal()
             stage.host.worker.imported(task)
-            await asyncio.wait_for(stage.task, 5)
+            await asyncio.wait_for(stage.task, 30)
             await stage.job.release()
 
     run(scenario())
@@ -162,7 +162,7 @@ def test_credit_comes_back_as_the_worker_imports(tmp_path: Path) -> None:
             stage.seal()
             stage.host.worker.imported(task)
             stage.host.worker.verified(task)
-            await asyncio.wait_for(stage.task, 5)
+            await asyncio.wait_for(stage.task, 30)
             await stage.job.release()
 
     run(scenario())
@@ -416,7 +416,7 @@ def test_memory_is_not_given_back_while_a_receiver_thread_still_writes_it(
             landing[0].view[:] = page.payload
             await asyncio.to_thread(getattr(landing[0], ending))
             with pytest.raises(asyncio.CancelledError):
-                await asyncio.wait_for(stage.task, 5)
+                await asyncio.wait_for(stage.task, 30)
             assert stage.nothing_held()
             await stage.committed()
 
@@ -465,7 +465,7 @@ def test_pages_of_many_threads_all_land(tmp_path: Path) -> None:
             stage.seal()
             stage.host.worker.imported(task)
             stage.host.worker.verified(task)
-            await asyncio.wait_for(stage.task, 5)
+            await asyncio.wait_for(stage.task, 30)
             await stage.job.release()
 
     run(scenario())

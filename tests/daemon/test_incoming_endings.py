@@ -72,7 +72,7 @@ def test_a_client_that_goes_cancels_the_handoff_and_frees_everything(tmp_path: P
             await reach(stage)
             stage.task.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await asyncio.wait_for(stage.task, 10)
+                await asyncio.wait_for(stage.task, 30)
             assert stage.nothing_held()
             assert await stage.aborts() == ["cancelled"]
             await stage.committed()
@@ -111,7 +111,7 @@ def test_a_cancellation_of_the_ending_does_not_cut_it_short(tmp_path: Path, reac
             assert not stage.task.done()
             stage.host.worker.say(p.Dropped(release.job))
             with pytest.raises(asyncio.CancelledError):
-                await asyncio.wait_for(stage.task, 10)
+                await asyncio.wait_for(stage.task, 30)
             assert stage.nothing_held()
             stage.host.worker.drops = True
             await stage.committed()
@@ -152,11 +152,22 @@ def test_a_lost_link_frees_everything(tmp_path: Path, reach: Reach) -> None:
 def test_a_transfer_ends_at_its_deadline(tmp_path: Path, reach: Reach) -> None:
     async def scenario() -> None:
         async with staged(tmp_path) as stage:
-            stage.begin(transfer_s=0.2)
+            stage.begin()
             await reach(stage)
+            stage.expire()
             await stage.failed("transfer-deadline")
             assert await stage.aborts() == ["transfer-deadline"]
             await stage.committed()
+
+    run(scenario())
+
+
+def test_the_deadline_of_a_transfer_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.begin(transfer_s=0.2)
+            await stage.granted()
+            assert "within 0.2 s" in await stage.failed("transfer-deadline")
 
     run(scenario())
 

@@ -230,7 +230,7 @@ def _die_reading(handle: RingHandle) -> None:
 def run_and_reap(target: object, ring: Ring) -> None:
     child = get_context("fork").Process(target=target, args=(ring.handle,))  # type: ignore[arg-type]
     child.start()
-    child.join(10)
+    child.join(30)
     assert child.exitcode == 1
 
 

@@ -219,7 +219,7 @@ def test_a_decoder_that_does_not_answer_is_given_up_at_its_own_deadline(tmp_path
 
     async def scenario() -> None:
         async with staged(tmp_path) as stage:
-            stage.ask(queue_deadline_s=0.1)
+            stage.ask(queue_deadline_s=0.5)
             await stage.reserved()
             await stage.failed("queue-deadline")
             await until(lambda: stage.aborts() == ["queue-deadline"])
@@ -233,7 +233,7 @@ def test_a_prompt_waits_no_longer_than_its_deadline_for_the_lane(tmp_path: Path)
         async with staged(tmp_path) as stage:
             first = stage.ask()
             await stage.reserved(first)
-            stage.ask(queue_deadline_s=0.1)
+            stage.ask(queue_deadline_s=0.5)
             await until(lambda: stage.aborts() == ["queue-deadline"])
             assert [r.handoff_id for r in stage.decoder.all(Reserve)] == [first]
             stage.decoder.say(Reject(handoff_id=first, reason="no-memory", message="no ring"))
@@ -243,17 +243,28 @@ def test_a_prompt_waits_no_longer_than_its_deadline_for_the_lane(tmp_path: Path)
     run(scenario())
 
 
+def test_the_deadline_of_a_transfer_is_the_one_that_was_granted(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.ask()
+            await stage.granted(deadline_s=0.15)
+            await stage.failed("transfer-deadline")
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("exported", [0, 1, 5, 11])
 def test_a_transfer_ends_at_its_deadline(tmp_path: Path, exported: int) -> None:
     async def scenario() -> None:
         async with staged(tmp_path) as stage:
             stage.ask()
-            task = await stage.granted(deadline_s=0.15)
+            task = await stage.granted()
             if exported == 11:
                 stage.host.worker.export_all(task, stage.pages)
             else:
                 for page in stage.pages[:exported]:
                     stage.host.worker.export(task, page)
+            stage.expire()
             await stage.failed("transfer-deadline")
             await until(lambda: stage.aborts() == ["transfer-deadline"])
             await stage.committed()

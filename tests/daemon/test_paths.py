@@ -15,6 +15,7 @@ from tests.daemon import wires
 from tests.daemon.slow_relay import SlowRelay
 from tests.daemon.test_peers import Node, nodes
 from tests.daemon.wires import keys, until
+from tests.transport.hosts import needs_ipv6
 from tests.transport.udp_relay import Relay
 from transport import probe
 from transport.link import LinkError
@@ -281,6 +282,7 @@ def test_a_host_that_was_dialled_leaves_the_choice_to_the_peer(tmp_path: Path) -
     scenario(tmp_path, play)
 
 
+@needs_ipv6
 def test_ipv6_addresses_work(tmp_path: Path) -> None:
     async def run() -> None:
         stores = keys(tmp_path, "a", "b")

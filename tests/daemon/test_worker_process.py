@@ -26,7 +26,7 @@ from zerocopy.worker.sampling import Sampling
 
 BOTH = ("decode", "prefill")
 TINY = LlamaOptions(n_ctx=512, chunk_tokens=32, page_tokens=16, threads=1)
-TIMEOUT_S = 20.0
+TIMEOUT_S = 30.0
 PROMPT = [(7 * i) % 128 for i in range(100)]
 
 
@@ -424,7 +424,7 @@ def test_a_process_that_cannot_be_started_leaves_no_socket(tmp_path: Path) -> No
         async with supervised((str(tmp_path / "no-such-program"),)) as host:
             with pytest.raises(FileNotFoundError):
                 await host.ended()
-            assert sockets() == before
+            assert sockets() <= before  # less when garbage of an earlier test goes meanwhile
 
     run(scenario())
 

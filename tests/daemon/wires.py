@@ -18,8 +18,8 @@ from transport.tcp_link import Timing
 from zerocopy.handoff.messages import AnyMessage, decode, encode
 
 QUICK = Timing(ping_s=0.1, greet_s=2.0)
-TIMEOUT_S = 10.0
-SCENARIO_S = 60.0
+TIMEOUT_S = 30.0
+SCENARIO_S = 100.0
 
 transport = "tcp"
 

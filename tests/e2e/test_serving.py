@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.daemon.slow_relay import free_port, slow_path_to
+from tests.daemon.slow_relay import slow_path_to
 from tests.e2e.conftest import ModelFile, StartPair
 from tests.e2e.pair import (
     ENGINE,
@@ -31,7 +31,7 @@ from tests.e2e.pair import (
     wait_until,
 )
 from transport.quic_choice import SCHEME
-from zerocopy.cli.hosts import Answer, Host, Hosts
+from zerocopy.cli.hosts import Answer, Host, Hosts, free_port
 
 MORE = ("--sequences", "4", "--kv-tokens", "4096", "--rings", "4")
 

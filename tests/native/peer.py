@@ -127,10 +127,11 @@ class Peer:
             record.release()
 
     def hold(self) -> None:
-        """Read everything, release nothing, live until killed."""
+        """Read everything, release nothing, say so by a beat, live until killed."""
         ring = self.ring()
         while ring.read():
-            ring.beat_consumer()
+            pass
+        ring.beat_consumer()
         time.sleep(60)
 
 

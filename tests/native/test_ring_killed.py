@@ -68,7 +68,7 @@ def acquire_at_the_wrap(pool: Pool[Ring]) -> Ring:
 
 
 def wait_until_killed(process: object) -> None:
-    assert process.wait(20) == -signal.SIGKILL, "the step was not reached"  # type: ignore[attr-defined]
+    assert process.wait(60) == -signal.SIGKILL, "the step was not reached"  # type: ignore[attr-defined]
 
 
 def rung(fd: int) -> bool:

@@ -55,7 +55,7 @@ def test_every_record_crosses_whole_and_in_order(consumer: Ring, spawn: Spawn, p
             consumer.clear_data_bell()
             if not consumer.used_bytes:
                 assert select.select([consumer.data_fd], [], [], 20)[0], "lost wake-up of the consumer"
-    assert producer.wait(20) == 0
+    assert producer.wait(60) == 0
     assert consumer.read() is None and consumer.used_bytes == 0
 
 
@@ -74,7 +74,7 @@ def test_no_wake_up_is_lost_when_both_sides_sleep_after_every_record(spawn: Spaw
             answers.clear_data_bell()
         assert record.view == page(number, 64)
         record.release()
-    assert echo.wait(20) == 0
+    assert echo.wait(60) == 0
     requests.close()
     answers.close()
 

@@ -7,15 +7,30 @@ import contextlib
 import hashlib
 import mmap
 import os
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from transport.keys import KeyStore
 from transport.link import Landing, Link, LinkOwner
 from transport.tcp import TcpEndpoint
 from transport.tcp_link import Timing
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 on its loopback")
 
 QUICK = Timing(ping_s=0.05, dead_s=0.5, greet_s=2.0)
 
@@ -149,7 +164,7 @@ class Host:
         """So many pages. Their sender may know a little earlier."""
         await self.until(lambda: len(self.landings.published) >= count)
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 20) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 30) -> None:
         """Wait for something this host is told, or for its threads' counters."""
         async with asyncio.timeout(timeout_s):
             while not condition():

@@ -21,7 +21,7 @@ RECORD = 4096
 
 
 class Bench:
-    def __init__(self, turn_s: float = 5) -> None:
+    def __init__(self, turn_s: float = 30) -> None:
         self.sink = Landings()
         self.stats = TcpStats()
         self.acknowledged: list[int] = []
@@ -82,7 +82,7 @@ def test_claims_come_in_page_order_whatever_arrives_first() -> None:
     waiting = bench.later(lambda: bench.land(1))
     assert bench.sink.claimed == []
     bench.announce(0)  # as another stream, or the control connection, brings it
-    waiting.join(5)
+    waiting.join(30)
     assert bench.sink.claimed == [b"0", b"1"]
     assert bench.acknowledged == [1]
     assert bench.land(0)
@@ -109,7 +109,7 @@ def test_a_stream_that_stops_gives_up_its_turn() -> None:
     waiting = bench.later(land)
     bench.stopped = True
     bench.pages.wake()
-    waiting.join(5)
+    waiting.join(30)
     assert [error.reason for error in ends] == ["stream-lost"]
 
 

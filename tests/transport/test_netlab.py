@@ -6,12 +6,15 @@ named in every test: the default of this machine may be any.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,10 +24,36 @@ ROOT: Final = Path(__file__).parents[2]
 NETLAB: Final = ROOT / "scripts" / "netlab"
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="network namespaces need Linux")
-as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="network namespaces need root")
+# All that a lab is made of, without the program under test.
+RAW_LAB: Final = r"""
+ip link add dev raw0 type veth peer name raw1
+tc qdisc add dev raw0 root tbf rate 1mbit burst 131072 limit 393216
+ip addr add fd78::1/64 dev raw0
+ip tuntap add dev raw2 mode tun
+printf 'table inet t {\n chain c {\n type filter hook input priority 0;\n numgen random mod 9 < 1 drop\n }\n}\n' |
+    nft -f -
+ethtool -K raw0 tso off
+cc --version
+"""
 
 
-def netlab(*words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+def lacking() -> str:
+    """What this machine does not have, in its own words; nothing where labs can be made."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need Linux and root"
+    try:
+        words = ["unshare", "--net", "--mount", "--pid", "--fork", "sh", "-ec", RAW_LAB]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return done.stderr.strip() or f"status {done.returncode}" if done.returncode else ""
+
+
+LACKING: Final = lacking()
+in_a_lab = pytest.mark.skipif(bool(LACKING), reason=f"no lab can be made here: {LACKING}")
+
+
+def netlab(*words: str, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(NETLAB), *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
     )
@@ -42,15 +71,34 @@ def link(
     return figures, done.stderr
 
 
-def processes(word: str) -> list[str]:
-    """Command lines on this machine that contain the word as one of their words."""
+@pytest.fixture
+def mark() -> Iterator[str]:
+    """An argument for `sleep` by which this test's processes are told from those of any other run. None of them is
+    left, however the test ends."""
+    seconds = f"4711.{random.randrange(10**9)}"
+    yield seconds
+    for path in processes(seconds):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+def wait_until(happened: Callable[[], bool]) -> bool:
+    """Whether it has, after 30 s at most."""
+    deadline = time.monotonic() + 30
+    while not happened() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return happened()
+
+
+def processes(word: str) -> list[Path]:
+    """Those of this machine that have the word as one of their command line's."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        found += [" ".join(words)] if word in words else []
+        found += [path] if word in words else []
     return found
 
 
@@ -85,39 +133,34 @@ def test_help_says_what_is_real_and_what_is_not() -> None:
         assert word in told
 
 
-@as_root
-def test_the_exit_status_is_the_command_s_and_nothing_is_left() -> None:
-    done = netlab("1gbit", "10mbit,rtt=2ms", "--congestion", "cubic", "--", "sh", "-c", "sleep 4711.1 & exit 7")
+@in_a_lab
+def test_the_exit_status_is_the_command_s_and_nothing_is_left(mark: str) -> None:
+    done = netlab("1gbit", "10mbit,rtt=2ms", "--congestion", "cubic", "--", "sh", "-c", f"sleep {mark} & exit 7")
     assert done.returncode == 7, done.stderr
     assert "wire0" in done.stderr and "1 Gb/s by TBF" in done.stderr and "RTT 2 ms" in done.stderr
-    assert processes("4711.1") == []
+    assert processes(mark) == []
     assert not list(Path("/run/netns").glob("[AB]")) if Path("/run/netns").exists() else True
 
 
-@as_root
-def test_after_sigkill_of_the_runner_nothing_is_left() -> None:
+@in_a_lab
+def test_after_sigkill_of_the_runner_nothing_is_left(mark: str) -> None:
     """Processes in the background, in other sessions and inside the hosts; namespaces and devices go with them."""
-    script = "ip netns exec A sleep 4711.2 & setsid sleep 4711.2 & ip netns exec B sleep 4711.2 & echo up; sleep 4711.2"
-    lab = subprocess.Popen(
-        [sys.executable, str(NETLAB), "10mbit", "10mbit,rtt=2ms", "--", "sh", "-c", script], stdout=subprocess.PIPE
-    )
-    assert lab.stdout is not None and lab.stdout.readline() == b"up\n"
-    inside = processes("4711.2")
-    lab.send_signal(signal.SIGKILL)
-    lab.wait()
-    deadline = time.monotonic() + 10
-    while processes("4711.2") and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert processes("4711.2") == []
-    assert inside, "the lab had processes to leave behind"
+    script = f"ip netns exec A sleep {mark} & setsid sleep {mark} & ip netns exec B sleep {mark} & exec sleep {mark}"
+    lab = subprocess.Popen([sys.executable, str(NETLAB), "10mbit", "10mbit,rtt=2ms", "--", "sh", "-c", script])
+    try:
+        assert wait_until(lambda: len(processes(mark)) == 4), "the lab has processes to leave behind"
+    finally:
+        lab.send_signal(signal.SIGKILL)
+        lab.wait()
+    assert wait_until(lambda: processes(mark) == [])
 
 
-@as_root
+@in_a_lab
 @pytest.mark.parametrize("after_s", [None, *(step / 25 for step in range(12))], ids=lambda after_s: f"after-{after_s}")
-def test_sigterm_ends_the_command_and_the_lab_reports(after_s: float | None) -> None:
+def test_sigterm_ends_the_command_and_the_lab_reports(after_s: float | None, mark: str) -> None:
     """Also a signal that comes while the lab is being built; None: once the command runs."""
     lab = subprocess.Popen(
-        [sys.executable, str(NETLAB), "10mbit", "--", "sh", "-c", "echo up; exec sleep 4711.3"],
+        [sys.executable, str(NETLAB), "10mbit", "--", "sh", "-c", f"echo up; exec sleep {mark}"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -126,7 +169,7 @@ def test_sigterm_ends_the_command_and_the_lab_reports(after_s: float | None) -> 
         else:
             time.sleep(after_s)
         lab.send_signal(signal.SIGTERM)
-        _, said = lab.communicate(timeout=10)
+        _, said = lab.communicate(timeout=30)
     finally:
         lab.kill()
     if lab.returncode == -signal.SIGTERM:  # Python itself was still starting: there was no lab
@@ -134,50 +177,53 @@ def test_sigterm_ends_the_command_and_the_lab_reports(after_s: float | None) -> 
     else:
         assert lab.returncode == 128 + signal.SIGTERM
         assert "0 packets lost on purpose" in said
-    assert processes("4711.3") == []
+    assert processes(mark) == []
 
 
-@as_root
+@in_a_lab
 def test_labs_run_side_by_side() -> None:
     """Each has its own A, B and wire0, so names need not be unique."""
     words = [sys.executable, str(NETLAB), "10mbit", "--", "sh", "-c", "read line; ip -n A -o addr show wire0"]
-    labs = [subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    for lab in labs:
-        shown, _ = lab.communicate("go\n", timeout=20)
-        assert (lab.returncode, "10.78.0.1/24" in shown) == (0, True)
+    with contextlib.ExitStack() as ending:
+        labs = [subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        for lab in labs:
+            ending.callback(lab.kill)
+        for lab in labs:
+            shown, _ = lab.communicate("go\n", timeout=30)
+            assert (lab.returncode, "10.78.0.1/24" in shown) == (0, True)
 
 
 # -- links on it -----------------------------------------------------------------------------------------------------
 
 
-@as_root
+@in_a_lab
 def test_every_page_is_exact_at_1_gbit(tmp_path: Path, transport: str) -> None:
     figures, said = link(tmp_path, transport, "1gbit", "cubic", 32)
     assert figures["gbps"] < 1.05
     assert "cubic" in said
 
 
-@as_root
+@in_a_lab
 def test_every_page_is_exact_under_loss(tmp_path: Path, transport: str) -> None:
     _, said = link(tmp_path, transport, "1gbit,rtt=2ms,loss=1%", "bbr", 16)
     lost = int(said.rpartition("wire0  ")[2].split()[0])
     assert lost > 16 * 700 * 0.01 / 2, "as many packets as that were lost, roughly"
 
 
-@as_root
+@in_a_lab
 def test_every_page_is_exact_over_a_long_round_trip_and_the_round_trip_is_seen(tmp_path: Path, transport: str) -> None:
     figures, _ = link(tmp_path, transport, "1gbit,rtt=20ms", "cubic", 24)
     assert 0.019 < figures["rtt_s"] < 1
 
 
-@as_root
+@in_a_lab
 @pytest.mark.parametrize("kind", ["ipv6", "link-local"])
 def test_ipv6_and_link_local_addresses_work(tmp_path: Path, transport: str, kind: str) -> None:
     """A link-local address with its zone is what a cable between two machines has without any configuration."""
     link(tmp_path, transport, "1gbit,mtu=9000", "cubic", 8, kind)
 
 
-@as_root
+@in_a_lab
 def test_hosts_find_the_faster_link_by_what_is_advertised_and_leave_it_when_it_goes_down(tmp_path: Path) -> None:
     """T6: told one address, on the slow link. Over TCP alone: the choice among paths sees no transport."""
     program = [sys.executable, "-m", "tests.daemon.lab_paths", str(tmp_path)]

@@ -172,7 +172,7 @@ def test_a_sleeping_stream_wakes_for_work_for_its_own_end_and_for_the_links(run:
         for wake in (lambda: bench.put(1), lambda: bench.pages.leave("a"), lambda: bench.pages.close(GONE)):
             thread = wait("a")
             wake()
-            await asyncio.to_thread(thread.join, 5)
+            await asyncio.to_thread(thread.join, 30)
             assert not thread.is_alive()
             bench.pages.lose("b")
         assert [found is None for found in got] == [False, True, True]
@@ -195,7 +195,7 @@ def test_what_waits_and_what_is_on_its_way_are_bounded(run: Run) -> None:
         taken.join(0.05)
         assert taken.is_alive(), "the window is full"
         bench.pages.acknowledge((17,))
-        taken.join(5)
+        taken.join(30)
         assert not taken.is_alive()
 
     run(work())

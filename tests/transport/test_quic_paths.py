@@ -83,7 +83,7 @@ def test_pages_cancelled_at_any_moment_all_end_and_hold_up_no_other(run: Run, tm
                 for future in futures:
                     if chance.random() < 0.6:
                         future.cancel()
-                _, waiting = await asyncio.wait(futures, timeout=10)
+                _, waiting = await asyncio.wait(futures, timeout=30)
                 assert not waiting
             await link.send_page(b"last", payloads[-1])
             assert b.landings.payload(b"last") == payloads[-1]

@@ -181,7 +181,7 @@ def test_a_crowd_ends_no_handshake_of_another_network(run: Run, tmp_path: Path) 
                 with nothing_but(lossy, lambda way, _: way == "down" or counts(b.endpoint)["links"] == 0):
                     (slow,) = await crowd(a, b, lossy, 1)
                     dialling = await crowd(a, b, path)
-                link = await asyncio.wait_for(slow, 10)
+                link = await asyncio.wait_for(slow, 30)
                 await link.send_page(b"page", pattern(1000))
                 for one in dialling:
                     one.cancel()

@@ -94,7 +94,7 @@ def test_a_page_that_has_not_begun_is_free_at_once_though_the_path_is_silent(
             view = pattern(MIB)
             waiting = link.send_page(b"waiting", view)
             waiting.cancel()
-            await asyncio.wait([waiting], timeout=10)
+            await asyncio.wait([waiting], timeout=30)
             assert waiting.cancelled()
             unmap(view)
 

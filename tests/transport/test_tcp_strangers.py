@@ -49,7 +49,7 @@ async def answer(address: str, data: bytes, *, finish: bool = False) -> bytes:
         writer.write(data)
         if finish:
             writer.write_eof()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             return await reader.read()
     except ConnectionError:
         return b""

@@ -51,7 +51,7 @@ def hear(sock: socket.socket) -> p.ToDaemon:
 def sockets() -> Iterator[tuple[socket.socket, int]]:
     """The daemon's end, and the worker's as the number that its command line would have."""
     ours, theirs = socket.socketpair()
-    ours.settimeout(20)
+    ours.settimeout(30)
     yield ours, theirs.detach()
     ours.close()
 
@@ -84,7 +84,7 @@ def test_a_worker_says_that_it_is_ready_and_ends_with_its_daemon(
         ours.sendall(p.encode(p.Shutdown()))
     else:
         ours.close()
-    thread.join(20)
+    thread.join(30)
     assert (codes, engine.closed) == ([0], 1)
 
 
@@ -96,7 +96,7 @@ def test_a_worker_whose_engine_refuses_says_why_and_ends(sockets: tuple[socket.s
 
     thread, codes = start(["worker", str(theirs), options("m.gguf", "decode")], refuse)
     assert hear(ours) == p.StartFailed("model-family", "m.gguf is of a family that is not certified")
-    thread.join(20)
+    thread.join(30)
     assert codes == [1]
     assert ours.recv(1) == b""
 
@@ -115,4 +115,4 @@ def test_a_worker_process_ends_when_its_daemon_dies(tmp_path: Path, monkeypatch:
         ours.settimeout(30)
         assert isinstance(hear(ours), p.Ready)
         ours.close()
-        assert process.wait(20) == 0
+        assert process.wait(30) == 0

