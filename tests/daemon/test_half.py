@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from collections.abc import Callable
 from typing import cast
 
 from tests.daemon.front_door import on_uvloop
 from tests.handoff.scene import HANDOFF, IDENTITY, PROMPT, SCHEMA
 from transport.link import Link, LinkError
-from zerocopy.daemon.half import HandoffHalf
+from zerocopy.daemon.half import HandoffHalf, T
 from zerocopy.daemon.trace import Trace
 from zerocopy.handoff.machine import Send
-from zerocopy.handoff.messages import Abort
+from zerocopy.handoff.messages import Abort, Credit
 from zerocopy.handoff.sink import SinkHandoff
 
 
@@ -23,12 +25,12 @@ class _Refusing:
         raise LinkError("queue-full", "4096 messages wait already: the peer does not read")
 
 
-def half(queue_s: float) -> HandoffHalf[SinkHandoff]:
+def half(queue_s: float, kind: type[HandoffHalf[SinkHandoff]] = HandoffHalf) -> HandoffHalf[SinkHandoff]:
     machine = SinkHandoff(
         HANDOFF, IDENTITY, SCHEMA, PROMPT, tenant="", probe=True, queue_deadline_s=queue_s, now=time.monotonic()
     )
     trace = Trace(HANDOFF.hex(), "decoder", "peer", "tcp", len(PROMPT))
-    return HandoffHalf(cast(Link, _Refusing()), machine, trace)
+    return kind(cast(Link, _Refusing()), machine, trace)
 
 
 @on_uvloop
@@ -60,6 +62,38 @@ async def test_a_half_that_sleeps_wakes_at_its_machines_deadline() -> None:
             await mine._sleep()
     assert mine.trace.reason == "queue-deadline"
     assert time.monotonic() >= mine.machine.deadline
+
+
+class _Shared(HandoffHalf[SinkHandoff]):
+    """Other threads use its machine too, as they do that of `Incoming`."""
+
+    lock = threading.Lock()
+
+    def _locked(self, work: Callable[[], T]) -> T:
+        with self.lock:
+            return work()
+
+
+@on_uvloop
+async def test_a_half_asks_nothing_of_its_machine_without_its_lock() -> None:
+    asked: dict[str, bool] = {}
+    mine = half(queue_s=0.05, kind=_Shared)
+
+    def watched(name: str) -> Callable[..., object]:
+        work = getattr(mine.machine, name)
+
+        def ask(*args: object) -> object:
+            asked[name] = asked.get(name, True) and _Shared.lock.locked()
+            return work(*args)
+
+        return ask
+
+    for name in ("receive", "fail", "tick"):
+        setattr(mine.machine, name, watched(name))
+    mine.message(Credit(handoff_id=HANDOFF, epoch=0, limit=0))
+    mine.fail("cancelled", "by the client")
+    await mine._sleep()
+    assert asked == {"receive": True, "fail": True, "tick": True}
 
 
 @on_uvloop

@@ -1,7 +1,7 @@
 """A worker with a saboteur in its exporter: `python -m tests.e2e.planted_worker PLAN FD OPTIONS`.
 
-Before every prompt it reads the JSON file PLAN: `fault` to `component` (its label), `pace_s` to sleep before each
-chunk, `facts` to claim of the engine (read once, at start). Without a fault it exports what a worker does, and keeps
+Before every prompt it reads the JSON file PLAN: `fault` to `component` (its label), `facts` to claim of the engine
+(read once, at start); before every chunk: `pace_s` to sleep. Without a fault it exports what a worker does, and keeps
 the pages: they are what "taken from another request" is made of.
 
     omit              no page of the component is exported, and the page numbers do not show it
@@ -68,7 +68,7 @@ class PlantedJob(PrefillJob):
     def wanted(self) -> Row | None:
         row = super().wanted()
         if row is not None:
-            time.sleep(self.planned.get("pace_s", 0))
+            time.sleep(json.loads(self.plan_file.read_text()).get("pace_s", 0))
         return row
 
     def _record(self, spec: ComponentSpec, tokens: Range, write: Callable[[memoryview], None]) -> bool:

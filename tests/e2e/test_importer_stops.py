@@ -71,7 +71,7 @@ def _check_held_back(paced: Pair, which: str) -> None:
             time.sleep(0.2)  # what was on its way has arrived; most of the prompt is still to come
             grown = _growth(processes, STOPPED_S)
             assert not answer.done()
-        moved = answer.result(30)
+        moved = answer.result(60)
     assert max(grown) < FLAT, dict(zip(processes, grown, strict=True))
     assert_disaggregated(moved)
     assert moved.body["timings"]["handoff"]["transport"] == paced.transport

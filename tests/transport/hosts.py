@@ -164,6 +164,11 @@ class Host:
         """So many pages. Their sender may know a little earlier."""
         await self.until(lambda: len(self.landings.published) >= count)
 
+    async def page(self, header: bytes) -> memoryview:
+        """The one that came under that header, once it has landed."""
+        await self.until(lambda: any(slot.header == header for slot in self.landings.published))
+        return self.landings.payload(header)
+
     async def until(self, condition: Callable[[], bool], timeout_s: float = 30) -> None:
         """Wait for something this host is told, or for its threads' counters."""
         async with asyncio.timeout(timeout_s):

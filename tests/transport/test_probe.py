@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from tests.transport.conftest import Run
 from tests.transport.hosts import QUICK, Host, linked, pattern, two_hosts
 from transport import probe
 from transport.link import Landing, Link, LinkError
+from transport.outgoing import PageFuture
 from transport.probe import HEADER, MAX_BYTES, MAX_PAGE, ProbeSink, measure
 
 
@@ -64,7 +66,41 @@ def test_a_slow_link_is_measured_within_the_bound_of_time(
             assert link.stats.page_bytes_sent < MAX_BYTES
             payload = pattern(300_000)
             await link.send_page(b"a real page", payload)
-            assert b.landings.payload(b"a real page") == pattern(300_000)
+            assert await b.page(b"a real page") == pattern(300_000)
+
+    run(scenario())
+
+
+def test_what_a_probe_left_on_its_way_is_called_back_before_it_returns(
+    tmp_path: Path, run: Run, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer's receiver hangs: by itself none of it would end. Over QUIC what is in flight is not let go before the
+    receiver has it, so that goes on once the first page is called back."""
+    for bound in ("MAX_S", "DRAIN_S"):
+        monkeypatch.setattr(probe, bound, 0.1)
+    go, claim, cancel = threading.Event(), ProbeSink.claim, PageFuture.cancel
+
+    def hang(self: ProbeSink, header: bytes, payload_bytes: int) -> Landing | None:
+        go.wait(60)
+        return claim(self, header, payload_bytes)
+
+    def called_back(self: PageFuture, msg: Any = None) -> bool:
+        go.set()
+        return cancel(self, msg)
+
+    monkeypatch.setattr(ProbeSink, "claim", hang)
+    monkeypatch.setattr(PageFuture, "cancel", called_back)
+
+    async def scenario() -> None:
+        async with linked(tmp_path, transport) as (_a, _b, link):
+            sent, send_page = list[PageFuture](), link.send_page
+            link.send_page = lambda *page: sent.append(send_page(*page)) or sent[-1]  # type: ignore[func-returns-value]
+            try:
+                async with asyncio.timeout(20):
+                    await measure(link)
+                assert sent and all(future.done() for future in sent)
+            finally:
+                go.set()
 
     run(scenario())
 

@@ -6,8 +6,12 @@ import asyncio
 import random
 from pathlib import Path
 
+import pytest
+
+from transport.link import LinkError
+
 from .conftest import Run
-from .hosts import linked, pattern, two_hosts
+from .hosts import QUICK, linked, pattern, two_hosts
 from .meddler import meddled
 
 RECORD = 16 << 10
@@ -47,6 +51,28 @@ def test_streams_may_break_again_and_again_while_pages_fly(run: Run, tmp_path: P
                 assert len(host.landings.published) == len(expected)
                 assert all(host.landings.payload(header) == page for header, page in expected)
             assert link.stats.streams_lost > 0
+
+    run(work())
+
+
+def test_a_link_whose_control_connection_stands_but_has_no_stream_any_more_is_given_up(
+    run: Run, tmp_path: Path
+) -> None:
+    """H7: pages on it would wait for ever, and its peer answers every ping."""
+
+    async def work() -> None:
+        async with (
+            two_hosts(tmp_path, streams=1, record_bytes=RECORD, timing=QUICK) as (a, b, address),
+            meddled(address) as (meddler, proxy),
+        ):
+            link = await a.endpoint.connect("b", proxy)
+            await link.send_page(b"first", pattern(RECORD))
+            meddler.then_refuse = True
+            meddler.sever()
+            with pytest.raises(LinkError):
+                await link.send_page(b"second", pattern(RECORD))
+            await b.until(lambda: bool(a.closed and b.closed))
+            assert {*a.closed, *b.closed} <= {"streams-lost", "peer-closed/streams-lost"}
 
     run(work())
 
