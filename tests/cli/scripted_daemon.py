@@ -1,7 +1,8 @@
 """A daemon as far as `Hosts` can tell: takes its flags, answers /v1/status, obeys or ignores signals.
 
-`--model` says how it behaves: "ready", "starting", "dies", "deaf" (to signals), "broken" (no HTTP). It writes its flags
-to standard output, which is its log.
+`--model` says how it behaves: "ready", "starting", "dies", "deaf" (to signals), "broken" (no HTTP). It remembers the
+handoff "early" at once and "late" when it has been asked a few times. It writes its flags to standard output, which is
+its log.
 """
 
 from __future__ import annotations
@@ -26,9 +27,14 @@ MODEL = FLAGS["--model"][0]
 
 
 class Answers(BaseHTTPRequestHandler):
+    asked = 0
+
     def do_GET(self) -> None:
+        Answers.asked += 1
         peers = [{"name": p.split("=")[0], "connected": True, "roles": ["prefill"]} for p in FLAGS.get("--peer", [])]
-        self._json({"engine": None if MODEL == "starting" else {"model": "m"}, "peers": peers})
+        traces = [{"handoff": name} for name, asked in (("early", 1), ("late", 5)) if Answers.asked >= asked]
+        engine = None if MODEL == "starting" else {"model": "m"}
+        self._json({"engine": engine, "peers": peers, "recent_handoffs": traces})
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))

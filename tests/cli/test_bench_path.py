@@ -106,9 +106,9 @@ def test_a_gib_of_state_passes_and_none_of_it_is_ever_on_a_heap_or_copied_betwee
         pids = {name: process.pid for name, process in _processes(source, sink).items()}
         for pid in pids.values():
             watch.reset(pid)
-        _hand_off(sink, tokens)
+        handoff = _hand_off(sink, tokens)
         counts = {name: watch.read(pid) for name, pid in pids.items()}
-        there, here = (host.status()["recent_handoffs"][-1] for host in (source, sink))
+        there, here = (host.trace(handoff) for host in (source, sink))
 
     state = sum(
         spec.page_bytes((0, spec.layers), (0, tokens - 1 if spec.per_token else 1)) for spec in plan.schema.components

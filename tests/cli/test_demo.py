@@ -41,27 +41,15 @@ BODY: dict[str, Any] = {
     "timings": {"ttft_ms": 5.0, "prompt_tokens_evaluated_here": 1, "handoff": HANDOFF},
     "zc_proof": PROOF,
 }
-SOURCE = {
-    "recent_handoffs": [
-        {"handoff": "other", "marks": {}},
-        {
-            "handoff": HANDOFF["id"],
-            "marks": {"started": 10.0, "probe_started": 11.0, "probe_ended": 11.5},
-            "chunks": [[10.0, 10.5, 32], [10.5, 11.0, 32]],
-            "exports": [[10.5, 10.6, 2048]],
-        },
-    ]
+THERE = {
+    "marks": {"started": 10.0, "probe_started": 11.0, "probe_ended": 11.5},
+    "chunks": [[10.0, 10.5, 32], [10.5, 11.0, 32]],
+    "exports": [[10.5, 10.6, 2048]],
 }
-SINK = {
-    "engine": {"schema": "llama/1/abcd"},
-    "recent_handoffs": [
-        {
-            "handoff": HANDOFF["id"],
-            "marks": {"state_complete": 11.5, "committed": 12.0},
-            "wire": [[10.6, 10.7, 2048, "attention KV"]],
-            "imports": [[10.7, 10.8, 2048]],
-        }
-    ],
+HERE = {
+    "marks": {"state_complete": 11.5, "committed": 12.0},
+    "wire": [[10.6, 10.7, 2048, "attention KV"]],
+    "imports": [[10.7, 10.8, 2048]],
 }
 
 
@@ -75,7 +63,7 @@ def answer(**changes: Any) -> Answer:
 
 
 def compared(local: Answer, control: Answer, moved: Answer) -> Part:
-    return module._compare(local, control, moved, SOURCE, SINK)
+    return module._compare(local, control, moved, "llama", THERE, HERE)
 
 
 def test_three_equal_answers_are_exact() -> None:

@@ -95,6 +95,20 @@ def test_an_answer_has_its_status_headers_and_body(tmp_path: Path) -> None:
         assert answer.body == {"got": {"prompt": [1, 2]}, "header": "local"}
 
 
+def test_a_handoff_that_a_host_has_not_recorded_yet_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefiller's part ends after the client has its answer."""
+    with Hosts(tmp_path, SCRIPTED) as hosts:
+        host = hosts.add("a", ["--model", "ready"])
+        host.start()
+        host.wait_ready()
+        assert host.trace("late") == {"handoff": "late"}
+        monkeypatch.setattr(module, "TRACE_TIMEOUT_S", 0.2)
+        with pytest.raises(CliError, match=r"host a recorded no handoff never within 0\.2 s"):
+            host.trace("never")
+
+
 def test_a_host_that_ends_while_it_starts_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
     with Hosts(tmp_path, SCRIPTED) as hosts:
         host = hosts.add("a", ["--model", "dies"])

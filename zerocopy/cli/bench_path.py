@@ -185,12 +185,14 @@ def _pair(hosts: Hosts, model: Path, descriptor: Descriptor, plan: PathPlan, tok
     return source, sink
 
 
-def _hand_off(sink: Host, tokens: int) -> None:
+def _hand_off(sink: Host, tokens: int) -> str:
+    """Returns its id."""
     prompt = [_IDS.randrange(256) for _ in range(tokens)]
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0}
     answer = sink.complete(body, {"x-zc-placement": "disaggregated", "x-zc-fallback": "deny"})
     if answer.status != 200:
         raise CliError(f"a handoff of {tokens} tokens failed with {answer.status}: {answer.body.get('error')}")
+    return str(answer.body["timings"]["handoff"]["id"])
 
 
 # -- throughput and memory ---------------------------------------------------------------------------------------------
@@ -257,8 +259,8 @@ def _overlap(plan: PathPlan, folder: Path, path_gbps: float, step: Callable[[str
         _hand_off(sink, WARM_UP_TOKENS)
         step("overlap")
         (known,) = sink.status()["peers"][0]["paths"]
-        _hand_off(sink, plan.overlap_tokens)
-        there, here = (host.status()["recent_handoffs"][-1] for host in (source, sink))
+        handoff = _hand_off(sink, plan.overlap_tokens)
+        there, here = (host.trace(handoff) for host in (source, sink))
         rtt_s = (sink.status()["peers"][0]["rtt_ms"] or 0.0) / 1e3
     figures = tail_figures(there, here, path_gbps, rtt_s)
     figures["tail"] |= {"bandwidth_gbps": round(path_gbps, 3), "host_estimate_gbps": round(known["gbps"], 3)}

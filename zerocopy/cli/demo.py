@@ -121,7 +121,9 @@ def _run_part(folder: Path, model: Path, prompt: str | list[int], transport: str
         key = secrets.token_hex(32)
         _warm_up(decoder)
         local, control, moved = (_ask(decoder, prompt, mode, key) for mode in ("local", "local", "disaggregated"))
-        part = _compare(local, control, moved, prefiller.status(), decoder.status())
+        handoff = moved.body["timings"]["handoff"]["id"]
+        family = decoder.status()["engine"]["schema"].split("/")[0]
+        part = _compare(local, control, moved, family, prefiller.trace(handoff), decoder.trace(handoff))
         if part.transport != transport:
             raise CliError(f"the state went over {part.transport}, not {transport}")
         return part
@@ -144,14 +146,17 @@ def _ask(host: Host, prompt: str | list[int], mode: str, key: str, tokens: int =
 # -- comparison ------------------------------------------------------------------------------------------------
 
 
-def _compare(local: Answer, control: Answer, moved: Answer, source: dict[str, Any], sink: dict[str, Any]) -> Part:
+def _compare(
+    local: Answer, control: Answer, moved: Answer, family: str, there: dict[str, Any], here: dict[str, Any]
+) -> Part:
+    """`there` and `here` are the prefiller's and the decoder's trace of the handoff."""
     timings, handoff = moved.body["timings"], moved.body["timings"]["handoff"]
     a, b = local.body["zc_proof"], moved.body["zc_proof"]
     steps = moved.body["usage"]["completion_tokens"]
     phases = ("queue", "prefill", "export", "wire", "import", "commit", "probe", "probe_wait")
     return Part(
         model=moved.body["model"],
-        family=sink["engine"]["schema"].split("/")[0],
+        family=family,
         transport=handoff["transport"],
         prompt_tokens=moved.body["usage"]["prompt_tokens"],
         output_tokens=steps,
@@ -170,7 +175,7 @@ def _compare(local: Answer, control: Answer, moved: Answer, source: dict[str, An
         prompt_tokens_evaluated_by_decoder=timings["prompt_tokens_evaluated_here"],
         probe=handoff["probe"],
         phases_ms={name: handoff[f"{name}_ms"] for name in phases},
-        timeline=_spans(handoff["id"], source, sink),
+        timeline=_spans(there, here),
         text=_text(moved),
     )
 
@@ -179,11 +184,8 @@ def _text(answer: Answer) -> str:
     return str(answer.body["choices"][0]["text"])
 
 
-def _spans(handoff: str, source: dict[str, Any], sink: dict[str, Any]) -> dict[str, list[list[float]]]:
+def _spans(there: dict[str, Any], here: dict[str, Any]) -> dict[str, list[list[float]]]:
     """What both hosts saw of one handoff. They share this machine's clock, so their times can be laid side by side."""
-    there, here = (
-        next(trace for trace in status["recent_handoffs"] if trace["handoff"] == handoff) for status in (source, sink)
-    )
     zero = there["marks"]["started"]
     rows = {
         "prefill": there["chunks"],

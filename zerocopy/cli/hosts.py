@@ -31,6 +31,7 @@ from zerocopy.cli.screen import CliError
 START_TIMEOUT_S: Final = 60.0
 STOP_TIMEOUT_S: Final = 40.0  # longer than a daemon drains
 REQUEST_TIMEOUT_S: Final = 300.0
+TRACE_TIMEOUT_S: Final = 30.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,18 @@ class Host:
 
     def status(self) -> dict[str, Any]:
         return self.call("GET", "/v1/status").body
+
+    def trace(self, handoff: str) -> dict[str, Any]:
+        """What this host recorded of a handoff, by its id. A prefiller ends its part, and records it, some time after
+        the client has its answer. Raises CliError."""
+        deadline = time.monotonic() + TRACE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            for trace in self.status()["recent_handoffs"]:
+                if trace["handoff"] == handoff:
+                    found: dict[str, Any] = trace
+                    return found
+            time.sleep(0.02)
+        raise CliError(f"host {self.name} recorded no handoff {handoff} within {TRACE_TIMEOUT_S:g} s")
 
     def complete(self, body: Mapping[str, object], headers: Mapping[str, str] | None = None) -> Answer:
         return self.call("POST", "/v1/completions", body, headers)
