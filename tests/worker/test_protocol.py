@@ -4,6 +4,7 @@ import os
 import select
 import socket
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -115,6 +116,17 @@ def test_a_frame_that_is_no_message_to_a_worker_is_a_protocol_error(ends: Ends, 
     ends.daemon.sendall(len(body).to_bytes(4, "little") + body)
     with pytest.raises(p.ProtocolError, match="does not decode"):
         ends.receive()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_frames_come_out_whole_however_the_stream_is_cut(data: st.DataObject) -> None:
+    bodies = data.draw(st.lists(st.binary(max_size=40), max_size=6))
+    stream = b"".join(len(body).to_bytes(4, "little") + body for body in bodies)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+    frames = p.Frames()
+    pieces = [stream[a:b] for a, b in pairwise([0, *cuts, len(stream)])]
+    assert [body for piece in pieces for body in frames.feed(piece)] == bodies
 
 
 @settings(max_examples=200, deadline=None)

@@ -244,8 +244,11 @@ class _Session:
     async def run(self) -> AsyncGenerator[Event, None]:
         if self._placement == "disaggregated" and self._decision.prefiller is not None:
             self._ticket.group = self._decision.prefiller  # again, if this is a second session
-            async with self._in_time():
-                await self._hand_off(self._decision.prefiller)
+            try:
+                async with asyncio.timeout(self.deadline - time.monotonic()):
+                    await self._hand_off(self._decision.prefiller)
+            except TimeoutError:
+                raise _late() from None
             self._service.lanes.leave_group(self._ticket)
         if self._placement == "local":
             self._job = self._service.worker.open_job()
@@ -253,14 +256,6 @@ class _Session:
         async with contextlib.aclosing(self._events()) as events:
             async for event in events:
                 yield event
-
-    @contextlib.asynccontextmanager
-    async def _in_time(self) -> AsyncGenerator[None, None]:
-        try:
-            async with asyncio.timeout(self.deadline - time.monotonic()):
-                yield
-        except TimeoutError:
-            raise RequestError("request-deadline", "the request ran out of time", 504) from None
 
     async def close(self) -> None:
         """Free whatever is held, at any stage."""
@@ -322,17 +317,26 @@ class _Session:
     # -- the tokens ----------------------------------------------------------------------------------------
 
     async def _events(self) -> AsyncGenerator[Event, None]:
-        while True:
-            message = await self._next()
-            if self._first_token is None:
-                self._first_token = time.monotonic()
-                self._count_prompt(self._first_token - self._arrived)
-                yield Started(self._placement, self._prefiller, self._fallback, len(self._tokens))
-            if isinstance(message, p.TextDelta):
+        assert self._job is not None
+        # One timer for all tokens: one for each would cost as much as passing it on.
+        timer = asyncio.get_running_loop().call_later(self.deadline - time.monotonic(), self._job.expire)
+        try:
+            while True:
+                message = await self._job.next()
+                if not isinstance(message, p.TextDelta | p.Generated):
+                    continue
+                if self._first_token is None:
+                    self._first_token = time.monotonic()
+                    self._count_prompt(self._first_token - self._arrived)
+                    yield Started(self._placement, self._prefiller, self._fallback, len(self._tokens))
+                if isinstance(message, p.Generated):
+                    yield self._finished(message)
+                    return
                 yield Delta(message.text, message.tokens, message.logprob)
-            elif isinstance(message, p.Generated):
-                yield self._finished(message)
-                return
+        except TimeoutError:
+            raise _late() from None
+        finally:
+            timer.cancel()
 
     def _count_prompt(self, ttft_s: float) -> None:
         telemetry, n = self._service.telemetry, len(self._tokens)
@@ -340,14 +344,6 @@ class _Session:
         transferred = n - 1 if self._prefiller else 0
         telemetry.prompt_tokens("transferred", transferred)
         telemetry.prompt_tokens("computed", n - transferred)
-
-    async def _next(self) -> p.TextDelta | p.Generated:
-        assert self._job is not None
-        while True:
-            async with self._in_time():
-                message = await self._job.next()
-            if isinstance(message, p.TextDelta | p.Generated):
-                return message
 
     def _finished(self, done: p.Generated) -> Finished:
         assert self._first_token is not None
@@ -381,6 +377,10 @@ class _Session:
         else:
             timings["prompt_tokens_evaluated_here"] = len(self._tokens)
         return timings
+
+
+def _late() -> RequestError:
+    return RequestError("request-deadline", "the request ran out of time", 504)
 
 
 def handoff_figures(trace: Trace) -> dict[str, object]:

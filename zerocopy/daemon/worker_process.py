@@ -56,10 +56,12 @@ class Job:
         self.lost = False
 
     async def next(self) -> p.ToDaemon:
-        """The next message of this job. Raises JobFailed or WorkerLost."""
+        """The next message of this job. Raises JobFailed, WorkerLost, or TimeoutError once it has expired."""
         message = await self._inbox.get()
         if message is None:
             self._inbox.put_nowait(None)
+            if not self.lost:
+                raise TimeoutError
             raise WorkerLost("the worker process ended; it is being restarted")
         if isinstance(message, p.Failed):
             raise JobFailed(message.reason, message.message)
@@ -79,12 +81,37 @@ class Job:
         else:
             self._inbox.put_nowait(message)
 
+    def expire(self) -> None:
+        """Nobody waits for more than what is here."""
+        self._inbox.put_nowait(None)
+
     def end(self, *, lost: bool) -> None:
         if not self._dropped.done():
             self._dropped.set_result(None)
         self.lost = self.lost or lost
         if lost:
             self._inbox.put_nowait(None)
+
+
+class _Line(asyncio.Protocol):
+    """The daemon's end of the worker's socket. `closed` is done when the worker has closed it, with a ProtocolError
+    when it broke the framing, or with what receiving raised: nothing is received after that."""
+
+    def __init__(self, receive: Callable[[p.ToDaemon], None]) -> None:
+        self._receive = receive
+        self._frames = p.Frames()
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for body in [] if self.closed.done() else self._frames.feed(data):
+                self._receive(p.decode_to_daemon(body))
+        except Exception as error:
+            self.closed.set_exception(error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
 
 
 class WorkerProcess:
@@ -109,7 +136,7 @@ class WorkerProcess:
         self._numbers = itertools.count(1)
         self._jobs: dict[int, Job] = {}
         self._process: asyncio.subprocess.Process | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._line: asyncio.Transport | None = None
         self.facts: EngineFacts | None = None
         self._decided = asyncio.Event()  # the engine is up, or will never be again
         self._alive = asyncio.Event()  # since the last Ping
@@ -183,8 +210,8 @@ class WorkerProcess:
         self._jobs.pop(job.number, None)
 
     def send(self, message: p.ToWorker) -> None:
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(p.encode(message))
+        if self._line is not None and not self._line.is_closing():
+            self._line.write(p.encode(message))
 
     async def tokenize(self, text: str, *, parse_special: bool, literal: tuple[tuple[int, int], ...] = ()) -> list[int]:
         job = self.open_job()
@@ -204,20 +231,17 @@ class WorkerProcess:
         ours, process = await self._spawn()
         self._process = process
         with ours.dup() as side:
-            reader, self._writer = await asyncio.open_connection(sock=ours)
+            line = _Line(lambda message: self._receive(message, side))
+            self._line, _ = await asyncio.get_running_loop().create_connection(lambda: line, sock=ours)
             try:
-                while True:
-                    size = p.frame_length(await reader.readexactly(4))
-                    self._receive(p.decode_to_daemon(await reader.readexactly(size)), side)
-            except (asyncio.IncompleteReadError, ConnectionError):
-                pass
+                await line.closed
             except p.ProtocolError as error:
                 self.kill(str(error))
             finally:
                 if self._watching is not None:
                     self._watching.cancel()
-                self._writer.close()
-                self._writer = None
+                self._line.close()
+                self._line = None
                 await self._reap(process)
 
     async def _watch(self) -> None:

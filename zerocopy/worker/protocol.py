@@ -276,12 +276,33 @@ def decode_to_daemon(body: bytes | memoryview) -> ToDaemon:
         raise ProtocolError(f"worker sent a frame that does not decode: {error}") from None
 
 
+class Frames:
+    """Cuts a stream of bytes into the bodies of frames. Owns what is here of the next one."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The bodies that are whole now. Raises ProtocolError for one that is too large."""
+        self._held += data
+        bodies, at = list[bytes](), 0
+        while len(self._held) - at >= 4:
+            start = at + 4
+            end = start + frame_length(self._held[at:start])
+            if len(self._held) < end:
+                break
+            bodies.append(bytes(self._held[start:end]))
+            at = end
+        del self._held[:at]
+        return bodies
+
+
 class WorkerSocket:
     """The worker's end: blocking, on the engine thread, with descriptors collected as they come."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._buffer = bytearray()
+        self._frames = Frames()
         self._gathered: bytearray | None = None
         self._fds: list[int] = []
 
@@ -307,17 +328,12 @@ class WorkerSocket:
 
     def receive(self) -> list[ToWorker]:
         """Every whole message that is here, after one blocking read. Raises EOFError when the daemon is gone."""
-        self._read()
         messages: list[ToWorker] = []
-        while len(self._buffer) >= 4:
-            end = 4 + frame_length(self._buffer)
-            if len(self._buffer) < end:
-                break
+        for body in self._frames.feed(self._read()):
             try:
-                messages.append(_to_worker.decode(self._buffer[4:end]))
+                messages.append(_to_worker.decode(body))
             except msgspec.DecodeError as error:
                 raise ProtocolError(f"daemon sent a frame that does not decode: {error}") from None
-            del self._buffer[:end]
         return messages
 
     def take_fd(self) -> int:
@@ -326,7 +342,7 @@ class WorkerSocket:
             raise ProtocolError("a descriptor was announced but did not come")
         return self._fds.pop(0)
 
-    def _read(self) -> None:
+    def _read(self) -> bytes:
         size = array.array("i").itemsize
         data, ancillary, _flags, _address = self._sock.recvmsg(1 << 20, socket.CMSG_SPACE(MAX_FDS * size))
         for level, kind, payload in ancillary:
@@ -336,4 +352,4 @@ class WorkerSocket:
                 self._fds.extend(fds)
         if not data:
             raise EOFError
-        self._buffer += data
+        return data
