@@ -28,7 +28,7 @@ from transport.keys import KeyStore
 from transport.quic_choice import SCHEME
 from zerocopy.cli.screen import CliError
 
-START_TIMEOUT_S: Final = 60.0
+START_TIMEOUT_S: Final = 120.0  # of several that start at once on a busy machine
 STOP_TIMEOUT_S: Final = 40.0  # longer than a daemon drains
 REQUEST_TIMEOUT_S: Final = 300.0
 TRACE_TIMEOUT_S: Final = 30.0
