@@ -26,6 +26,7 @@ FACTS = EngineFacts(
     n_vocab=128,
     chunk_tokens=32,
     page_tokens=16,
+    page_bytes=0,
     export_before_next_chunk=False,
     chat_template=None,
     bos_token="",

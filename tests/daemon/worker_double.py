@@ -53,6 +53,7 @@ FACTS = EngineFacts(
     n_vocab=128,
     chunk_tokens=32,
     page_tokens=PAGE_TOKENS,
+    page_bytes=0,
     export_before_next_chunk=False,
     chat_template=None,
     bos_token="",

@@ -98,8 +98,9 @@ def test_a_model_with_an_mtp_head_can_run_without_it(family: str, open_runtime: 
     assert_exact(runtime, 150)
 
 
-def test_a_state_may_be_paged_otherwise_than_the_importer_would(open_runtime: OpenRuntime) -> None:
-    assert_exact(open_runtime("qwen35+mtp"), 200, page_tokens=7)
+@pytest.mark.parametrize("page_tokens", [7, 150], ids=["shorter", "longer than a chunk"])
+def test_a_state_may_be_paged_otherwise_than_the_importer_would(open_runtime: OpenRuntime, page_tokens: int) -> None:
+    assert_exact(open_runtime("qwen35+mtp"), 200, page_tokens=page_tokens)
 
 
 def test_a_wider_model_moves_exactly(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.daemon.worker_double import FACTS
 from zerocopy.handoff.components import HEADER_BYTES, RECORD_OVERHEAD, Component, ComponentSpec, StateSchema
 from zerocopy.runtime.base import EngineError, EngineFacts
-from zerocopy.runtime.pages import PAGE_BYTES, most_page_bytes, page_tokens, span, state_bytes
+from zerocopy.runtime.pages import PAGE_BYTES, longest, most_page_bytes, page_tokens, span, state_bytes
 
 RING = most_page_bytes(64 << 20)
 
@@ -80,6 +80,21 @@ def test_no_page_is_longer_than_what_the_engine_moves_as_one() -> None:
 def test_what_the_next_chunk_overwrites_does_not_wait_for_it() -> None:
     _, mtp, all_of_it = with_mtp(1024, export_before_next_chunk=True)
     assert span(mtp, all_of_it) == 1024
+
+
+def test_a_late_page_is_as_long_as_a_ring_takes_and_the_engine_moves_as_one() -> None:
+    kv, mtp, in_time = with_mtp(1024, longest=10_000)
+    late = msgspec.structs.replace(in_time, page_bytes=RING)
+    assert (longest(kv, late), longest(mtp, late)) == (2047, 10_000)
+    assert kv.page_bytes((0, 1), (0, 2047)) <= RING < kv.page_bytes((0, 1), (0, 2048))
+    assert (longest(kv, in_time), longest(mtp, in_time)) == (1024, 4096)  # --page-tokens says so
+    small = msgspec.structs.replace(in_time, page_bytes=1)
+    assert longest(kv, small) == 1024  # never shorter than in time
+
+
+def test_no_page_of_what_the_next_chunk_overwrites_is_late() -> None:
+    kv, _, facts = with_mtp(1024, export_before_next_chunk=True)
+    assert longest(kv, msgspec.structs.replace(facts, page_bytes=RING)) == 1024
 
 
 def with_mtp(mtp_bytes: int, longest: int = 1 << 24, **facts: bool) -> tuple[ComponentSpec, ComponentSpec, EngineFacts]:

@@ -13,6 +13,7 @@ from native.slab import Slab
 from zerocopy.handoff.components import HEADER_BYTES, Component, PageHeader, page_checksum
 from zerocopy.runtime.base import Pool
 from zerocopy.runtime.llama.engine import LlamaRuntime
+from zerocopy.runtime.pages import most_page_bytes
 from zerocopy.worker import protocol as p
 from zerocopy.worker.decode_job import DecodeJob
 from zerocopy.worker.prefill_job import PrefillJob
@@ -113,12 +114,15 @@ class Stage:
             pages.append(Page(PageHeader.unpack(part.header), payload))
         return pages
 
-    def exported(self, tokens: list[int], **changes: Any) -> list[Page]:
-        """A whole export, in page order."""
+    def exported(self, tokens: list[int], *, late: bool = False, **changes: Any) -> list[Page]:
+        """A whole export, in page order. `late`: nothing leaves the ring before it is full, and pages are as long as
+        it takes."""
+        if late:
+            changes["facts"] = {"page_bytes": most_page_bytes(self.export.capacity)}
         job = self.prefill(tokens, **changes)
         pages: list[Page] = []
         while not job.finished:
-            step(job)
+            (run if late else step)(job)
             pages += self.read_ring()
         if self.slabs:
             pages += self.read_slab()

@@ -25,10 +25,15 @@ Damage = Callable[[Page], None]
 def hand_over(play: Stage, tokens: list[int] = PROMPT, damage: Damage = lambda page: None) -> DecodeJob:
     """Export on one lane, land everything, and step the import until it waits for what comes after it."""
     pages = play.exported(tokens)
-    play.outbox.messages.clear()
-    job = play.generate(tokens, imported=True)
     for page in pages:
         damage(page)
+    play.outbox.messages.clear()
+    return land(play, tokens, pages)
+
+
+def land(play: Stage, tokens: list[int], pages: list[Page]) -> DecodeJob:
+    job = play.generate(tokens, imported=True)
+    for page in pages:
         play.land(page)
     run(job)
     job.state_complete = True
@@ -74,6 +79,21 @@ def test_mtp_pages_of_several_ranges_continue_bit_for_bit_too(
     assert ranges == [(0, 32), (32, 64), (64, 76)]
     moved, local = moved_and_local(stage(EVERYTHING))
     assert moved.proof is not None and moved.proof == local.proof
+
+
+def test_pages_of_what_gathered_behind_a_full_ring_continue_bit_for_bit_too(stage: OpenStage) -> None:
+    """V1, V3: pages of more tokens than a chunk."""
+    tokens = prompt(400)
+    play = stage(EVERYTHING, ring_bytes=96 << 10)
+    pages = play.exported(tokens, late=True)
+    assert max(page.header.tokens[1] - page.header.tokens[0] for page in pages if page.header.component == 1) > 32
+    play.outbox.messages.clear()
+    commit(land(play, tokens, pages))
+    moved = play.outbox.one(p.Generated)
+    play.sink.clear()
+    play.outbox.messages.clear()
+    run(play.generate(tokens, imported=False))
+    assert moved.proof is not None and moved.proof == play.outbox.one(p.Generated).proof
 
 
 def test_an_import_beside_others_is_evaluated_in_their_engine_call(stage: OpenStage) -> None:

@@ -8,6 +8,7 @@ from tests.worker.conftest import OpenStage
 from tests.worker.stage import EPOCH, HANDOFF, SEED, Page, prompt, run, step
 from zerocopy.handoff.components import Component, PageHeader
 from zerocopy.runtime.base import EngineError
+from zerocopy.runtime.pages import most_page_bytes
 from zerocopy.worker import prefill_job
 from zerocopy.worker import protocol as p
 
@@ -148,6 +149,25 @@ def test_a_page_exported_late_is_the_page_that_would_have_been_exported_in_time(
     late += [*narrow.read_ring(), *narrow.read_slab()]
     late.sort(key=lambda page: page.header.sequence)
     assert [(a.header, a.payload) for a in late] == [(b.header, b.payload) for b in in_time]
+
+
+def test_what_gathers_behind_a_full_ring_leaves_in_pages_as_long_as_the_ring_takes(stage: OpenStage) -> None:
+    """H5: each page costs both hosts the same however long it is, and these had to wait in any case."""
+    play = stage(EVERYTHING, ring_bytes=96 << 10)
+    pages = play.exported(prompt(400), late=True)
+    assert all(page.intact() for page in pages)
+    for component in (Component.ATTENTION_KV, Component.MTP_KV):
+        spec = play.facts.schema.spec(component)
+        assert spec is not None
+        ranges = [page.header.tokens for page in pages if page.header.component is component]
+        assert [start for start, _ in ranges] + [399] == [0] + [end for _, end in ranges]
+        most = max(end - start for start, end in ranges)
+        assert most > 32 and spec.page_bytes((0, spec.layers), (0, most)) <= most_page_bytes(96 << 10)
+    assert pages[0].header.tokens == (0, 32)  # a chunk: nothing waited
+    ends = {Component.ATTENTION_KV: 0, Component.MTP_KV: 0}
+    for header in (page.header for page in pages if page.header.component in ends):
+        ends[header.component] = header.tokens[1]
+        assert ends[Component.MTP_KV] <= ends[Component.ATTENTION_KV]
 
 
 def test_a_model_that_overwrites_old_cells_waits_for_the_ring_before_its_next_chunk(stage: OpenStage) -> None:

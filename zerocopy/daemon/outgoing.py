@@ -24,12 +24,13 @@ from zerocopy.daemon.half import HandoffHalf
 from zerocopy.daemon.memory import Lease, SharedMemory
 from zerocopy.daemon.trace import Trace, busy
 from zerocopy.daemon.worker_process import Job, JobFailed, WorkerLost, WorkerProcess
-from zerocopy.handoff.components import HEADER_BYTES, SNAPSHOT, Component, ComponentSpec, PageHeader
+from zerocopy.handoff.components import HEADER_BYTES, SNAPSHOT, ComponentSpec, PageHeader
 from zerocopy.handoff.errors import HandoffError
 from zerocopy.handoff.messages import Abort, HandoffMessage, Prefill, encode, unpack_tokens
 from zerocopy.handoff.seen import SeenIds
 from zerocopy.handoff.source import SourceHandoff
 from zerocopy.runtime.base import EngineFacts
+from zerocopy.runtime.pages import longest, paged
 from zerocopy.worker import protocol as p
 
 # A peer may queue this many prompts here before it is refused: the queue deadline bounds time, this bounds memory.
@@ -66,7 +67,7 @@ class Outgoing(HandoffHalf[SourceHandoff]):
         self._service = service
         self._tokens = unpack_tokens(prefill.prompt)
         self._schema = facts.schema
-        sizes = (_largest_page(spec, facts.page_tokens, len(self._tokens)) for spec in facts.schema.components)
+        sizes = (_largest_page(spec, facts, len(self._tokens)) for spec in facts.schema.components)
         self._largest_page = max(sizes)
         now = time.monotonic()
         machine = SourceHandoff(prefill, facts.identity, facts.schema, largest_page=self._largest_page, now=now)
@@ -379,10 +380,10 @@ def _page_of(record: Record) -> _Page:
         raise
 
 
-def _largest_page(spec: ComponentSpec, page_tokens: int, prompt_tokens: int) -> int:
+def _largest_page(spec: ComponentSpec, facts: EngineFacts, prompt_tokens: int) -> int:
     """Biggest ring payload of one component; the snapshot's parts do not ride in the ring, and the token history is
     one page."""
     if spec.component in SNAPSHOT:
         return 0
-    whole = spec.component is Component.TOKENS
-    return spec.page_bytes((0, spec.layers), (0, prompt_tokens if whole else min(page_tokens, prompt_tokens)))
+    most = longest(spec, facts) if spec in paged(facts.schema) else prompt_tokens
+    return spec.page_bytes((0, spec.layers), (0, min(most, prompt_tokens)))

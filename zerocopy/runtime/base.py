@@ -40,7 +40,8 @@ class EngineFacts(msgspec.Struct, frozen=True):
     exporting_lanes: int  # lanes of one pool that may be in use while pages are exported from any of them
     n_vocab: int
     chunk_tokens: int  # prompt tokens per engine call; equal on both hosts for bit-equality
-    page_tokens: int  # tokens per exported page; divides chunk_tokens
+    page_tokens: int  # tokens that make a page; divides chunk_tokens
+    page_bytes: int  # the most of a page of what has gathered; 0: no page has more than `page_tokens`
     export_before_next_chunk: bool  # sliding-window models overwrite old cells: export may not lag behind
     chat_template: str | None
     bos_token: str

@@ -33,6 +33,15 @@ def span(spec: ComponentSpec, facts: EngineFacts) -> int:
     return facts.page_tokens * max(1, min(largest // 2 // one, spec.max_page_tokens // facts.page_tokens))
 
 
+def longest(spec: ComponentSpec, facts: EngineFacts) -> int:
+    """Tokens of this component's longest page: what leaves where several ranges wait, with the ring full or in a chunk
+    of many bytes. They would leave one right after the other, each at the price of a page."""
+    if facts.export_before_next_chunk:
+        return span(spec, facts)
+    one, two = _bytes(spec, 1), _bytes(spec, 2)
+    return max(span(spec, facts), min(1 + (facts.page_bytes - one) // (two - one), spec.max_page_tokens))
+
+
 def state_bytes(spec: ComponentSpec, tokens: int, page_tokens: int) -> int:
     """Payload bytes of one component for a state of `tokens` tokens, in the pages that a handoff uses."""
     layers = (0, spec.layers)

@@ -166,6 +166,7 @@ class SyntheticRuntime:
             n_vocab=self._n_vocab,
             chunk_tokens=options.chunk_tokens,
             page_tokens=page_tokens(schema, options.chunk_tokens, options.page_tokens, options.page_bytes),
+            page_bytes=0 if options.page_tokens else options.page_bytes,
             export_before_next_chunk=False,
             chat_template=None,
             bos_token="",

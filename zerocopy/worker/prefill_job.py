@@ -19,7 +19,7 @@ from native.ring import Ring
 from native.slab import Slab
 from zerocopy.handoff.components import HEADER_BYTES, Component, ComponentSpec, PageHeader, page_checksum
 from zerocopy.runtime.base import EngineError, EngineFacts, Lane, Output, Row
-from zerocopy.runtime.pages import paged, span
+from zerocopy.runtime.pages import longest, paged, span
 from zerocopy.worker.protocol import ChunkDone, Prefill, Prefilled, SlabPart, SnapshotReady, Span, ToDaemon
 
 # One part of a snapshot on the wire: large enough to run at full speed, small enough that other pages get a turn.
@@ -105,27 +105,33 @@ class PrefillJob:
 
     # The whole export as one generator: yields True after a piece of work, False to wait for chunks or ring space.
     def _export_all(self) -> Generator[bool, None, None]:
-        for spec, tokens, last in self._pages():
-            while tokens[1] > self._evaluated or not self._export(spec, tokens):
-                yield False
-            if last:
-                self._exported = tokens[1]
-            yield True
+        yield from self._export_pages()
         while self.remaining:  # a model without pages
             yield False
         yield from self._final_components()
         yield from self._probe()
         self._finish()
 
-    def _pages(self) -> Iterator[tuple[ComponentSpec, Range, bool]]:
-        """Every token-range page in export order: by the token it ends with, then by component. The flag marks the
-        last that ends there."""
-        n, size = len(self._history), self._facts.page_tokens
-        kinds = [(spec, span(spec, self._facts)) for spec in paged(self._facts.schema)]
-        for end in [*range(size, n, size), n]:
-            for spec, step in kinds:
-                if end % step == 0 or end == n:
-                    yield spec, ((end - 1) // step * step, end), spec is kinds[-1][0]
+    def _export_pages(self) -> Iterator[bool]:
+        """Every page of a token range. A component's next page is due when it has its least number of tokens and takes
+        along what has gathered since, up to the most that is one page. All follow the first component, so that a
+        decoder's MTP state is never ahead of its target's."""
+        n = len(self._history)
+        kinds = [(spec, span(spec, self._facts), longest(spec, self._facts)) for spec in paged(self._facts.schema)]
+        left = [0] * len(kinds)  # tokens of each that have left the engine
+        while min(left, default=n) < n:
+            for at, (spec, least, most) in enumerate(kinds):
+                least, most = min(left[at] + least, n), min(left[at] + most, n)
+                if left[at] == n or (at and left[0] < least):
+                    continue
+                while self._evaluated < least:
+                    yield False
+                tokens = (left[at], max(least, min(most, left[0] if at else self._evaluated)))
+                while not self._export(spec, tokens):
+                    yield False
+                left[at] = tokens[1]
+                self._exported = min(left)
+                yield True
 
     def _export(self, spec: ComponentSpec, tokens: Range) -> bool:
         def write(view: memoryview) -> None:

@@ -137,6 +137,7 @@ class LlamaRuntime:
             n_vocab=lane.n_vocab,
             chunk_tokens=options.chunk_tokens,
             page_tokens=page_tokens(lane.schema, options.chunk_tokens, options.page_tokens, options.page_bytes),
+            page_bytes=0 if options.page_tokens else options.page_bytes,
             export_before_next_chunk=False,  # swa_full keeps every cell
             chat_template=header.chat_template,
             bos_token=self._special(self._library.c.llama_vocab_bos(self._vocab)),
