@@ -158,8 +158,9 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         _setting(
             "Engine",
-            "Most tokens per exported page; divides chunk_tokens. 0: as many as make 8 MiB, at most a chunk. Less "
-            "where a ring or a sliding window takes less; `zc-handoff status` shows it.",
+            "Most tokens per exported page; divides chunk_tokens. 0: as many as make 8 MiB, at most a chunk, "
+            "and up to a quarter of the ring where several wait for it. Less where a ring or a sliding window takes "
+            "less; `zc-handoff status` shows it.",
             metavar="N",
             ge=0,
             le=65536,
