@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,7 +15,7 @@ from native.ring import Ring
 from native.slab import Slab
 from tests.worker.stage import EPOCH, HANDOFF, SEED, Stage, prompt
 from zerocopy.handoff.components import HEADER_BYTES
-from zerocopy.runtime.base import EngineError
+from zerocopy.runtime.base import EngineError, Output, Row
 from zerocopy.runtime.llama.engine import LlamaRuntime
 from zerocopy.runtime.llama.pool import LlamaPool
 from zerocopy.worker import protocol as p
@@ -197,6 +197,24 @@ def test_requests_on_several_lanes_take_their_tokens_in_turn(daemon: Open) -> No
     assert order[-1] == 1
     last = max(n for n, job in enumerate(order) if job == 2)
     assert order[order.index(2) : last].count(1) >= 3, "the two did not go on together"
+
+
+def test_a_prompt_that_comes_during_an_engine_call_is_in_the_next_one(daemon: Open) -> None:
+    """Q1: one call later would be a first token later, and beside a prompt's end a call half empty."""
+    host, calls = daemon(), list[int]()
+    (pool,) = host.pools[:1]
+    evaluate = pool.evaluate
+
+    def recording(rows: Sequence[Row]) -> list[Output]:
+        calls.append(len(rows))
+        if len(calls) == 3:
+            host.generate(2, prompt(20), lane=1)
+        return evaluate(rows)
+
+    pool.evaluate = recording  # type: ignore[method-assign]
+    host.generate(1, prompt(10), max_tokens=8)
+    host.hear(p.Generated, 1)
+    assert calls[:4] == [1, 1, 1, 2]
 
 
 def test_generations_in_one_batch_give_the_tokens_they_give_alone(daemon: Open) -> None:

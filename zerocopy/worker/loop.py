@@ -218,7 +218,10 @@ class Worker:
         if any(job.lane is lane for job in station.jobs.values()):
             self._sock.send(p.Failed(message.job, "lane-taken", f"lane {message.lane} has a job already"))
         else:
-            station.add(self._job(message, station.pool))
+            job = self._job(message, station.pool)
+            station.add(job)
+            with self._guard(station, job):
+                job.work()  # so that its first row is in the next engine call, not in the one after
 
     def _job(self, message: p.Prefill | p.Generate, pool: Pool) -> Job:
         exporting = isinstance(message, p.Prefill)

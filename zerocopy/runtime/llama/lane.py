@@ -234,11 +234,11 @@ class LlamaLane:
             for start in range(0, valid, step):
                 assert spec is not None
                 tokens = (start, min(start + step, valid))
-                page = memoryview(bytearray(spec.page_bytes((0, spec.layers), tokens)))
+                page = _room(spec.page_bytes((0, spec.layers), tokens))
                 self._context(component).export_range(self.sequence, tokens, page)
                 pages.append((component, page))
         if self._valid.get(Component.RECURRENT, 0) > 0:
-            snapshot = memoryview(bytearray(self._m.schema.snapshot_bytes()))
+            snapshot = _room(self._m.schema.snapshot_bytes())
             self._target.export_recurrent(self.sequence, snapshot)
         return Saved(pages, snapshot)
 
@@ -246,10 +246,10 @@ class LlamaLane:
         """Put it back and overwrite the copy."""
         for component, page in saved.pages:
             self._context(component).import_range(self.sequence, page)
-            page[:] = bytes(len(page))
+            np.frombuffer(page, np.uint8).fill(0)
         if saved.snapshot is not None:
             self._target.import_recurrent(self.sequence, saved.snapshot)
-            saved.snapshot[:] = bytes(len(saved.snapshot))
+            np.frombuffer(saved.snapshot, np.uint8).fill(0)
 
     @property
     def cells(self) -> int:
@@ -357,6 +357,11 @@ class LlamaLane:
         if len(row) != expected:
             raise EngineError("page-size", f"an MTP hidden row is {expected} bytes, not {len(row)}")
         return np.frombuffer(row, dtype=np.float32)
+
+
+def _room(size: int) -> memoryview:
+    """Memory that is filled at once: numpy's comes in large pages, a bytearray's is touched twice in small ones."""
+    return np.empty(size, np.uint8).data
 
 
 def _digest(key: bytes, data: memoryview) -> str:
