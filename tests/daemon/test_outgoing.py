@@ -366,6 +366,20 @@ def test_a_page_larger_than_this_hosts_own_ring_takes_is_refused_by_name(tmp_pat
     run(scenario())
 
 
+@pytest.mark.parametrize(("page_bytes", "tokens"), [(0, 16), (10_000, 51), (1 << 20, 300)])
+def test_a_reservation_names_the_longest_page_of_what_may_gather(tmp_path: Path, page_bytes: int, tokens: int) -> None:
+    """The decoder's window leaves room for one of them at its ring's end."""
+
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.host.worker.facts = msgspec.structs.replace(FACTS, page_bytes=page_bytes)
+            stage.ask(prompt=pack_tokens([1] * 300))
+            kv = FACTS.schema.components[0]
+            assert (await stage.reserved()).largest_page == kv.page_bytes((0, 2), (0, tokens))
+
+    run(scenario())
+
+
 def test_with_no_ring_left_the_handoff_is_refused(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with staged(tmp_path, rings=1) as stage:
