@@ -429,9 +429,9 @@ def test_closing_twice_is_fine_and_a_closed_lane_refuses(runtime: LlamaRuntime) 
     lane.close()
     lane.close()
     with pytest.raises(TypeError):
-        lane.clear()
-    with pytest.raises(TypeError):
         lane.evaluate(1, 2)
+    with pytest.raises(TypeError):
+        lane.clear()
 
 
 def test_logits_are_the_engines_memory_not_a_copy(runtime: LlamaRuntime, decoder: LlamaLane) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -13,12 +14,13 @@ from tests.runtime.conftest import TINY, OpenRuntime
 from tests.runtime.handover import KEY, bits, export_state, greedy, import_state, prefill, prompt, same
 from zerocopy.runtime import models
 from zerocopy.runtime.base import EngineError, Row
-from zerocopy.runtime.llama.context import PROBE_SEQUENCE, Run
+from zerocopy.runtime.llama.context import FIRST_LIVE_SEQUENCE, PROBE_SEQUENCE, Run
 from zerocopy.runtime.llama.engine import LlamaOptions, LlamaRuntime
 from zerocopy.runtime.llama.lane import LlamaLane
 from zerocopy.runtime.llama.pool import LlamaPool
 
 FOUR = LlamaOptions(n_ctx=512, chunk_tokens=64, page_tokens=32, threads=1, sequences=4, kv_tokens=1024)
+ENDED = FIRST_LIVE_SEQUENCE - 1
 # Measured: at most 2.5e-4 on the tiny models; a zeroed component is above 7e-2.
 HONEST = 2e-3
 
@@ -27,6 +29,11 @@ def difference(mine: NDArray[np.float32], theirs: NDArray[np.float32]) -> float:
     """Relative rms."""
     scale = np.sqrt(np.mean(np.square(theirs, dtype=np.float64)))
     return float(np.sqrt(np.mean(np.square(mine.astype(np.float64) - theirs))) / scale)
+
+
+def roomy(**changes: object) -> LlamaOptions:
+    how = {name: getattr(FOUR, name) for name in FOUR.__struct_fields__}
+    return msgspec.convert(how | {"n_ctx": 1024, "chunk_tokens": 256, "kv_tokens": 2048} | changes, LlamaOptions)
 
 
 def filled(pool: LlamaPool, runtime: LlamaRuntime, number: int, length: int) -> LlamaLane:
@@ -221,6 +228,42 @@ def test_a_probe_beside_others_changes_none_of_them(family: str, open_runtime: O
     foretold = bits(a, a.probe(3, 80))
     assert (a.state_digests(KEY), b.state_digests(KEY)) == before
     assert same([bits(a, a.evaluate(3, 80))], [foretold])
+
+
+def test_cells_of_ended_sequences_are_gone_where_a_call_would_look_past_too_many(open_runtime: OpenRuntime) -> None:
+    """Not for a token: moving what the others hold would take longer. The others go on as if nothing had been."""
+    runtime = open_runtime("llama", roomy(batch_invariant=True))
+    pool, lone = runtime.open_pool(), runtime.open_pool().lane(0)
+    filled(pool, runtime, 0, 300)
+    lane = filled(pool, runtime, 1, 400)
+    pool.lane(0).clear()
+    given = [*prompt(runtime.facts, 400, seed=1), 7, *prompt(runtime.facts, 256, seed=9)]
+    pool.evaluate([Row(lane, given[400:401], 400)])
+    assert pool.target.last_position(ENDED) == 299
+    pool.evaluate([Row(lane, given[401:], 401)])
+    assert pool.target.last_position(ENDED) == -1
+    prefill(lone, runtime.facts, given)
+    assert lane.state_digests(KEY) == lone.state_digests(KEY)
+
+
+def test_cells_of_an_ended_sequence_are_gone_at_once_where_the_others_hold_less(open_runtime: OpenRuntime) -> None:
+    runtime = open_runtime("llama", roomy())
+    pool = runtime.open_pool()
+    lanes = [filled(pool, runtime, n, length) for n, length in enumerate((300, 400, 500))]
+    lanes[0].clear()
+    assert pool.target.last_position(ENDED) == 299
+    lanes[2].clear()
+    assert pool.target.last_position(ENDED) == -1
+    assert (lanes[1].positions().target, pool.target.last_position(lanes[1].sequence)) == (399, 399)
+
+
+def test_cells_that_sequences_are_still_to_fill_are_in_nobody_s_way(open_runtime: OpenRuntime) -> None:
+    runtime = open_runtime("llama", roomy(sequences=16))
+    pool = runtime.open_pool()
+    lanes = [filled(pool, runtime, n, 8) for n in range(16)]
+    pool.evaluate([Row(lane, [7], 8) for lane in lanes[:15]])
+    pool.evaluate([Row(lanes[15], prompt(runtime.facts, 256), 8)])
+    assert pool.target.last_position(ENDED) >= 0
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "nemotron_h_moe+mtp"])

@@ -217,6 +217,17 @@ def test_a_prompt_that_comes_during_an_engine_call_is_in_the_next_one(daemon: Op
     assert calls[:4] == [1, 1, 1, 2]
 
 
+def test_a_sequence_that_ended_leaves_the_engine_before_the_daemon_lets_go_of_it(daemon: Open) -> None:
+    """Its cells would be in the way of the next call, which the daemon's answer does not reach in time."""
+    host = daemon()
+    host.generate(1, prompt(10), max_tokens=3)
+    host.hear(p.Generated, 1)
+    host.send(p.Ping())
+    host.hear(p.Pong, None)  # a turn of the loop later
+    assert not host.pools[0].lane(0).used
+    host.release(1)
+
+
 def test_generations_in_one_batch_give_the_tokens_they_give_alone(daemon: Open) -> None:
     host = daemon(EVERYTHING)
     texts: dict[tuple[int, bool], str] = {}

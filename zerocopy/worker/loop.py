@@ -116,6 +116,9 @@ class Worker:
             for (job, row), output in zip(batch, outputs, strict=False):  # no outputs when the call failed
                 with self._guard(station, job):
                     job.evaluated(len(row.tokens), output, began)
+        for job, _ in batch:
+            if isinstance(job, DecodeJob) and job.finished:
+                job.lane.clear()  # its cells are in the next call's way; that the daemon lets go of it takes longer
         return True
 
     def _copy(self, seconds: float) -> bool:

@@ -41,6 +41,11 @@ class CellsAhead:
         self._context.block(self._page)
         self._left[sequence] = list(range(first + AHEAD - 1, first - 1, -1))
 
+    @property
+    def reserved(self) -> int:
+        """Cells that sequences are still to fill."""
+        return sum(len(left) for left in self._left.values())
+
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._left
 

@@ -263,8 +263,9 @@ class LlamaLane:
 
     def clear(self) -> None:
         self._mtp_logits = None
-        self.pool.dropped(self)
-        self._valid = dict.fromkeys(self._valid, 0)
+        if self.used:
+            self._valid = dict.fromkeys(self._valid, 0)
+            self.pool.dropped(self)
 
     def close(self) -> None:
         """End the whole pool: for one that `open_lane` gave."""
