@@ -21,7 +21,7 @@ from typing import Any, Final
 import psutil
 
 from benches.two_hosts import MOVED
-from tests.daemon.slow_relay import slow_path_to
+from tests.daemon.slow_relay import prefiller_far_and_near, slow_path_to
 from zerocopy.cli.hosts import Host, Hosts, free_port, smollm2
 from zerocopy.cli.measuring import median
 from zerocopy.cli.workload import Arrival, prompt_of
@@ -67,23 +67,6 @@ def wait_for_idle(worker: psutil.Process) -> None:
         time.sleep(0.4)
 
 
-def three(hosts: Hosts, address: str, slow_path: str) -> tuple[Host, Host, Host]:
-    """A prefiller, a decoder that knows it by the slow path only, and one that is told its address. All ready."""
-    common = ["--model", str(smollm2()), *FLAGS]
-    listen = ["--listen", address, "--advertise", slow_path]
-    prefiller = hosts.add("prefiller", ["--role", "prefill", *common, *listen])
-    prefiller.address = address
-    far = hosts.add("far", ["--role", "decode", *common, "--peer", f"prefiller={slow_path}"])
-    near = hosts.add("near", ["--role", "decode", *common], peers=[prefiller])
-    prefiller.start()
-    prefiller.wait_ready()  # first, so that nobody has to hear over the slow path that its engine is up
-    for host in (far, near):
-        host.start()
-    for host in (far, near):
-        host.wait_ready(connected_to=["prefiller"])
-    return prefiller, far, near
-
-
 def run(rounds: int) -> dict[str, Any]:
     alone, transferring, at_once = list[float](), list[float](), list[float]()
     port = free_port()
@@ -92,7 +75,8 @@ def run(rounds: int) -> dict[str, Any]:
         slow_path_to(port, 8 * BYTES_PER_S, "tcp") as (slow_path, _),
         Hosts(Path(folder)) as hosts,
     ):
-        prefiller, far, near = three(hosts, f"127.0.0.1:{port}", slow_path)
+        flags = ["--model", str(smollm2()), *FLAGS]
+        prefiller, far, near = prefiller_far_and_near(hosts, flags, f"127.0.0.1:{port}", slow_path)
         ask(near, OTHER, 0)  # warm
         for turn in range(rounds):
             alone.append(ask(near, OTHER, 10 * turn + 1)[0])

@@ -1,6 +1,7 @@
 """A TCP relay with a rate that can be changed while it runs: a path that is slower than another, on one machine.
 
-Owns its listening socket and its connections. It knows nothing of what it carries.
+Owns its listening socket and its connections. It knows nothing of what it carries. And the hosts of which one has
+nothing but that path.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tests.transport.udp_relay import Relay
+from transport.quic_choice import SCHEME
+from zerocopy.cli.hosts import Host, Hosts
 
 PIECE = 64 << 10
 
@@ -74,3 +77,22 @@ def slow_path_to(port: int, bits_per_s: float, transport: str) -> Iterator[tuple
         asyncio.run_coroutine_threadsafe(relay.close(), loop).result(30)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(30)
+
+
+def prefiller_far_and_near(
+    hosts: Hosts, flags: Sequence[str], address: str, slow_path: str, transport: str = "tcp"
+) -> tuple[Host, Host, Host]:
+    """A prefiller at `address`, a decoder that knows it by the slow path only, and one that is told its address. All
+    ready: the prefiller first, so that nobody has to hear over the slow path that its engine is up."""
+    scheme = SCHEME if transport == "quic" else ""
+    prefiller = hosts.add("prefiller", ["--role", "prefill", *flags, "--listen", address, "--advertise", slow_path])
+    prefiller.address = address
+    far = hosts.add("far", ["--role", "decode", *flags, "--peer", f"prefiller={scheme}{slow_path}"])
+    near = hosts.add("near", ["--role", "decode", *flags], peers=[prefiller], transport=transport)
+    prefiller.start()
+    prefiller.wait_ready()
+    for host in (far, near):
+        host.start()
+    for host in (far, near):
+        host.wait_ready(connected_to=["prefiller"])
+    return prefiller, far, near

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.daemon.slow_relay import slow_path_to
+from tests.daemon.slow_relay import prefiller_far_and_near, slow_path_to
 from tests.e2e.conftest import ModelFile, StartPair
 from tests.e2e.pair import (
     ENGINE,
@@ -30,7 +30,6 @@ from tests.e2e.pair import (
     text_of,
     wait_until,
 )
-from transport.quic_choice import SCHEME
 from zerocopy.cli.hosts import Answer, Host, Hosts, free_port
 
 MORE = ("--sequences", "4", "--kv-tokens", "4096", "--rings", "4")
@@ -189,22 +188,8 @@ def test_a_handoff_over_a_slow_link_holds_up_no_other(model_file: ModelFile, tmp
     with Hosts(tmp_path) as hosts, ThreadPoolExecutor(1) as pool:
         common = ["--model", str(model_file("llama", scale=4)), *ENGINE, *MORE]
         port = free_port()
-        listen = f"127.0.0.1:{port}"
         with slow_path_to(port, 8e5, transport) as (slow_path, relay):
-            # It is known by the slow path only; `near` is told the other one.
-            prefiller = hosts.add(
-                "prefiller", ["--role", "prefill", *common, "--listen", listen, "--advertise", slow_path]
-            )
-            prefiller.address = listen
-            scheme = SCHEME if transport == "quic" else ""
-            far = hosts.add("far", ["--role", "decode", *common, "--peer", f"prefiller={scheme}{slow_path}"])
-            near = hosts.add("near", ["--role", "decode", *common], peers=[prefiller], transport=transport)
-            prefiller.start()
-            prefiller.wait_ready()  # first, so that nobody has to hear over the slow path that its engine is up
-            for host in (far, near):
-                host.start()
-            for host in (far, near):
-                host.wait_ready(connected_to=["prefiller"])
+            prefiller, far, near = prefiller_far_and_near(hosts, common, f"127.0.0.1:{port}", slow_path, transport)
             slow = pool.submit(ask, far, prompt_of(1000), "disaggregated")
             wait_until(lambda: prefiller.status()["handoffs_out"] == 1, "the slow handoff to begin")
             for n in range(3):
