@@ -1,8 +1,9 @@
 """Serving beside llama.cpp's own server, in one run: `python benches/serve_peers.py`, JSON on stdout.
 
 Three servers with one model, one engine build and as many threads: this program with local prompts, this program with
-prompts handed over from a second host on this machine, and the server inside the `xllamacpp` wheel, each with its own
-defaults otherwise. Each is asked the same requests at the same concurrency, in rounds that begin with each in turn.
+prompts handed over between two hosts that share this machine's cores, and the server inside the `xllamacpp` wheel, each
+with its own defaults otherwise. Each is asked the same requests at the same concurrency, in rounds that begin with each
+in turn.
 Prompts alone give the prefill rate, answers to short prompts the decode rate, both together first-token times and gaps.
 Rates and first-token times are medians of the rounds; the gaps of all rounds are one sample, of which p99 is taken.
 Rounds go on until each server has `--gaps` of them: a p99 of fewer than a hundred is their largest, that of 500 has
@@ -154,13 +155,15 @@ def servers(stack: contextlib.ExitStack, threads: int, slots: int, chunk: int) -
              "--sequences", str(slots), "--kv-tokens", str(slots * N_CTX), "--rings", str(max(2, slots))]  # fmt: skip
     prefiller = hosts.add("prefiller", ["--role", "prefill", *flags])
     decoder = hosts.add("decoder", ["--role", "decode", *flags], peers=[prefiller])
-    for host in (prefiller, decoder):
+    alone = hosts.add("alone", ["--role", "decode", "--cores", "own", *flags])
+    for host in (prefiller, decoder, alone):
         host.start()
-    prefiller.wait_ready()
+    for host in (prefiller, alone):
+        host.wait_ready()
     decoder.wait_ready(connected_to=["prefiller"])
     moved = {"x-zc-placement": "disaggregated", "x-zc-fallback": "deny"}
     return {
-        "zc-handoff-local": Target(decoder.url, headers={"x-zc-placement": "local"}, words=WORDS),
+        "zc-handoff-local": Target(alone.url, headers={"x-zc-placement": "local"}, words=WORDS),
         "zc-handoff-disaggregated": Target(decoder.url, headers=moved, words=WORDS),
         PEER_NAME: Target(stack.enter_context(peer(threads, slots, chunk)), words=WORDS),
     }

@@ -58,7 +58,7 @@ def test_every_setting_can_be_given_in_all_three_ways(model: Path, tmp_path: Pat
         "name": "n1", "role": "decode", "model": str(model), "listen": "[::1]:1", "advertise": "10.0.0.1:2",
         "http": "127.0.0.1:3", "peers": {"a": "10.0.0.2:4"}, "keys": "/k", "streams": 3, "n_ctx": 64,
         "chunk_tokens": 128, "page_tokens": 32, "kv_type": "q8_0", "flash_attention": "off", "threads": 2, "mtp": "off",
-        "batch_invariant": True,
+        "batch_invariant": True, "cores": "shared",
         "sequences": 3, "kv_tokens": 9000, "queue": 7, "tenant_requests": 5, "api_keys": {"ann": "k2"},
         "ring_mib": 9, "rings": 2, "placement": "disaggregated", "allow_fallback": False, "probe": False,
         "allow_proofs": True, "queue_s": 1.5, "transfer_s": 2, "request_s": 3, "drain_s": 4,

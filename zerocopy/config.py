@@ -180,6 +180,14 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
         int,
         _setting("Engine", "Engine threads; 0: one a physical core. Equal on both hosts.", metavar="N", ge=0, le=1024),
     ] = 0
+    cores: Annotated[
+        Literal["own", "shared"],
+        _setting(
+            "Engine",
+            "Whether others compute on this machine's cores, too, a second daemon say: engine threads that wait for "
+            "each other then sleep sooner. Two daemons that both take the cores for their own are a third as fast.",
+        ),
+    ] = "own"
     engine_call_s: Annotated[
         float,
         _setting(

@@ -85,11 +85,11 @@ def test_a_missing_engine_is_a_failure_with_the_command_to_install_it(
     from zerocopy.runtime.llama import abi
 
     monkeypatch.setattr(abi, "PACKAGE", "no_such_package")
-    abi.open_library.cache_clear()
+    abi._library.cache_clear()
     try:
         code, checks = report()
     finally:
-        abi.open_library.cache_clear()
+        abi._library.cache_clear()
     assert (code, checks["ok"], checks["engine"]["state"]) == (1, False, "failed")
     assert "pip install" in checks["engine"]["next_step"]
 

@@ -32,6 +32,7 @@ def test_a_host_is_told_where_to_listen_whom_to_dial_and_where_its_keys_are(tmp_
             "--listen": b.address,
             "--http": f"127.0.0.1:{b.http_port}",
             "--keys": str(tmp_path / "b"),
+            "--cores": "shared",
             "--model": "ready",
             "--role": "decode",
             "--peer": f"a={a.address}",

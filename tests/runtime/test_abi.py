@@ -121,14 +121,21 @@ def test_only_errors_are_kept_and_only_the_last_few() -> None:
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="OpenMP is libgomp on Linux")
 @pytest.mark.parametrize(
-    ("given", "spins"),
-    [({}, "400"), ({"OMP_WAIT_POLICY": "passive"}, "0"), ({"GOMP_SPINCOUNT": "7"}, "7")],
+    ("given", "shared", "spins"),
+    [
+        ({}, True, "400"),
+        ({}, False, "3000"),
+        ({"OMP_WAIT_POLICY": "passive"}, False, "0"),
+        ({"GOMP_SPINCOUNT": "7"}, True, "7"),
+    ],
 )
-def test_engine_threads_spin_shortly_unless_told_otherwise(given: dict[str, str], spins: str) -> None:
+def test_engine_threads_look_shortly_for_each_other_and_shorter_on_shared_cores(
+    given: dict[str, str], shared: bool, spins: str
+) -> None:
     """Asked of OpenMP itself, in a process of its own: it reads its settings when it is loaded."""
     names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     environment = {k: v for k, v in os.environ.items() if k not in names} | {"OMP_DISPLAY_ENV": "verbose"} | given
-    script = "from zerocopy.runtime.llama.abi import open_library; open_library()"
+    script = f"from zerocopy.runtime.llama.abi import open_library; open_library(shared_cores={shared})"
     shown = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=True
     )

@@ -1,4 +1,5 @@
-"""Hosts on this machine: daemons as real processes with their own keys, workers and loopback addresses.
+"""Hosts on this machine: daemons as real processes with their own keys, workers and loopback addresses, told that they
+share its cores.
 
 For the demo, the benches and the end-to-end tests. Owns the processes, which end with `close`; keys and logs stay in
 the caller's folder. Everything a host is told goes through the same flags a person would type.
@@ -53,7 +54,7 @@ class Host:
         self.log_path = folder / f"{name}.log"
         self._argv = [
             *command, "daemon", "--name", name, "--listen", self.address, "--http", f"127.0.0.1:{self.http_port}",
-            "--keys", str(folder / name), *flags,
+            "--keys", str(folder / name), "--cores", "shared", *flags,
         ]  # fmt: skip
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -39,14 +39,14 @@ def advertised(bound: str, setting: str | None) -> tuple[str, ...]:
 
 def believed(told: Sequence[str], configured: Iterable[str]) -> tuple[list[str], list[str]]:
     """(addresses worth trying, why not the others). Names are not resolved on a peer's word."""
-    same_machine = all(_is_loopback(address) for address in configured)
+    same_machine = all(is_loopback(address) for address in configured)
     good, refused = [], []
     for text in told:
         try:
             why = refuse_advertising(parse(text))
         except LinkError as error:
             why = str(error)
-        if same_machine and _is_loopback(text):
+        if same_machine and is_loopback(text):
             why = None
         if why is not None:
             refused.append(f"{why}; start it with --listen or --advertise")
@@ -55,18 +55,19 @@ def believed(told: Sequence[str], configured: Iterable[str]) -> tuple[list[str],
     return good, refused
 
 
-def _usable(ip: _Ip | None) -> bool:
-    """A link-local address has a meaning only together with an interface of this host, which the peer cannot know."""
-    return ip is not None and not ip.is_link_local
-
-
-def _is_loopback(text: str) -> bool:
+def is_loopback(text: str) -> bool:
+    """Whether an address, with its scheme or without, is this machine's own; False for what is no address."""
     try:
         address = parse(text.rpartition("://")[2])
     except LinkError:
         return False
     ip = _ip(address)
     return address.host == "localhost" if ip is None else ip.is_loopback
+
+
+def _usable(ip: _Ip | None) -> bool:
+    """A link-local address has a meaning only together with an interface of this host, which the peer cannot know."""
+    return ip is not None and not ip.is_link_local
 
 
 def _ip(address: Address) -> _Ip | None:

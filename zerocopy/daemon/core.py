@@ -296,6 +296,7 @@ def worker_options(config: DaemonConfig) -> WorkerOptions:
             flash_attention=config.flash_attention == "on",
             batch_invariant=config.batch_invariant,
             threads=config.threads,
+            shared_cores=config.cores == "shared",
             mtp=config.mtp != "off",
         ),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
@@ -20,7 +21,7 @@ from transport.link import LinkError, LinkOwner
 from transport.quic_choice import BothEndpoints, built
 from transport.tcp import TcpEndpoint
 from zerocopy.config import DaemonConfig
-from zerocopy.daemon.advertise import advertised
+from zerocopy.daemon.advertise import advertised, is_loopback
 from zerocopy.daemon.core import Core
 from zerocopy.daemon.http_api import make_app, start
 from zerocopy.daemon.telemetry import Telemetry, configure_logging, log_event
@@ -50,6 +51,7 @@ async def serve(config: DaemonConfig, worker_command: Sequence[str] = WORKER_COM
         print(f"zc-handoff: {error}", file=sys.stderr)
         await endpoint.close()
         return EXIT_FAILED
+    _warn_of_a_neighbour(config)
     engine = asyncio.create_task(core.worker.run())
     dialling = asyncio.create_task(core.peers.dial(endpoint))
     await _first_of(asyncio.wait({engine}), signals.acquire())
@@ -102,3 +104,18 @@ async def _bind(config: DaemonConfig, core: Core, endpoint: BothEndpoints) -> we
         raise OSError(f"cannot serve HTTP on {config.http}: {error.strerror or error}") from error
     log_event("listening", address=bound, detail=f"HTTP on http://{http}")
     return runner
+
+
+def _warn_of_a_neighbour(config: DaemonConfig) -> None:
+    """A peer that is dialled on loopback, or that can reach this prefiller there only, computes on these cores."""
+    addresses = [address for many in config.peers.values() for address in many]
+    if config.role == "prefill":
+        addresses.append(config.listen)
+    near = next((address for address in addresses if is_loopback(address)), None)
+    if near is not None and config.cores == "own":
+        log_event(
+            "cores are shared",
+            level=logging.WARNING,
+            address=near,
+            detail="this is a peer on the same machine: start both with --cores shared, unless a tunnel begins here",
+        )

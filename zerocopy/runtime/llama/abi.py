@@ -213,19 +213,23 @@ class Library:
         return str(self.ffi.string(pointer).decode("utf-8", "replace"))
 
 
-def thread_settings(given: Mapping[str, str]) -> dict[str, str]:
-    """How the engine's threads wait for each other, at some thousand barriers a token: nothing where the user has said.
-    They look this often (10 us here), then sleep. Sleeping at once took 2.8 times as long for SmolLM2's token on two
-    cores; OpenMP's own default, which spins for milliseconds, 7 to 40 times as long once two workers share them."""
+def thread_settings(given: Mapping[str, str], *, shared_cores: bool) -> dict[str, str]:
+    """How long the engine's threads look for each other, at some thousand barriers a token, before they sleep: nothing
+    where the user has said. 75 us here, and 10 us on cores that others compute on, too: there a thread that looks keeps
+    the one it waits for from running. OpenMP's own default is milliseconds."""
     if "OMP_WAIT_POLICY" in given or "GOMP_SPINCOUNT" in given:
         return {}
-    return {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "400"}
+    return {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "400" if shared_cores else "3000"}
+
+
+def open_library(*, shared_cores: bool = False) -> Library:
+    """The process's one libllama. `shared_cores` is heard by the first caller's only: OpenMP reads it when loaded."""
+    os.environ.update(thread_settings(os.environ, shared_cores=shared_cores))
+    return _library()
 
 
 @functools.cache
-def open_library() -> Library:
-    for name, value in thread_settings(os.environ).items():
-        os.environ.setdefault(name, value)  # OpenMP reads them when it is loaded
+def _library() -> Library:
     return Library(locate())
 
 

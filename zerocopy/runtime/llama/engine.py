@@ -32,7 +32,8 @@ _MIN_CHUNK: Final = 4  # the engine aborts on batches smaller than its scratch s
 
 
 class LlamaOptions(msgspec.Struct, frozen=True):
-    """How to run a model. All but `threads` must be equal on both hosts; all must be for bit-equality."""
+    """How to run a model. All but `threads` and `shared_cores` must be equal on both hosts; the former, too, for
+    bit-equality."""
 
     n_ctx: int = 4096  # of one sequence; rounded up to a multiple of 256
     sequences: int = 1  # live at once, per pool of lanes
@@ -45,6 +46,7 @@ class LlamaOptions(msgspec.Struct, frozen=True):
     flash_attention: bool = True
     batch_invariant: bool = False  # no answer depends on what else is served; slower prefill of long prompts
     threads: int = 0  # 0: one per physical core
+    shared_cores: bool = False  # others compute on them too; only the first runtime of a process is asked
     mtp: bool = True  # track the MTP head where the model has one
 
 
@@ -56,7 +58,7 @@ class LlamaRuntime:
         path = Path(path)
         header = read_header(path)
         family = family_of(header, mtp=options.mtp)
-        self._library = open_library()
+        self._library = open_library(shared_cores=options.shared_cores)
         self._pools: list[LlamaPool] = []
         self._model = _load(self._library, path, load_mtp=family.mtp)
         self._vocab = self._library.c.llama_model_get_vocab(self._model)
