@@ -191,7 +191,9 @@ def measure(link: str, rounds: int, seconds: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("links", nargs="*", default=LINKS, metavar="LINK", help="default: " + " ".join(LINKS))
+    parser.add_argument(
+        "links", nargs="*", default=LINKS, metavar="LINK", help=f"default: {' '.join(LINKS)}".replace("%", "%%")
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement, after a second of warm-up")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,3 +71,22 @@ def test_a_pacer_does_not_make_up_for_what_was_missed() -> None:
 def test_no_rate_is_no_wait() -> None:
     pacer = Pacer(0, 0.0)
     assert [pacer.wait_s(1 << 30, 0.0) for _ in range(3)] == [0.0, 0.0, 0.0]
+
+
+ROOT = Path(__file__).parents[2]
+BENCHES = sorted({path.stem for path in (ROOT / "benches").glob("*.py") if "argparse" in path.read_text()})
+
+
+@pytest.mark.parametrize("bench", BENCHES)
+def test_every_bench_says_how_it_is_used(bench: str) -> None:
+    """The help of one with a % in a default was a traceback."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"benches.{bench}", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: ")
+
+
+def test_every_bench_that_the_document_names_is_there() -> None:
+    document = (ROOT / "docs" / "benchmarks.md").read_text()
+    named = set(re.findall(r"python -m benches\.(\w+)", document))
+    assert named and named <= set(BENCHES)
