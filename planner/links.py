@@ -99,7 +99,7 @@ class PathTable:
     def use(self, address: str, *, chosen: bool = False) -> None:
         """A link over this address carries new handoffs from now on; `chosen` if by measurement."""
         self.current, self._settled, self._challenger = address, chosen, None
-        self._paths[address].error = None
+        self._paths.setdefault(address, Path(address)).error = None  # it may have been withdrawn while it was dialled
 
     def probed(self, address: str, measurement: Measurement) -> None:
         if (path := self._paths.get(address)) is not None:

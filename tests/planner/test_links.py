@@ -26,6 +26,17 @@ def test_the_fastest_path_wins_and_the_reason_shows_all_of_them() -> None:
     assert table.reason == choice.explanation
 
 
+def test_an_address_that_is_withdrawn_while_it_is_dialled_may_still_answer() -> None:
+    """It is in use then, like any other, until it is lost."""
+    table = PathTable(["a", "b"])
+    table.offer(["a"])
+    table.use("b")
+    assert (table.current, [path.address for path in table.all()]) == ("b", ["a", "b"])
+    table.lost("link closed")
+    table.offer(["a"])
+    assert [path.address for path in table.all()] == ["a"]
+
+
 def test_what_counts_is_bandwidth_and_round_trip_together() -> None:
     near, far = Measurement(NOW, 0.0002, 8 * GBIT), Measurement(NOW, 0.050, 10 * GBIT)
     assert near.seconds == pytest.approx(8 * REFERENCE_BYTES / (8 * GBIT) + 0.0004)
