@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -46,6 +47,7 @@ class Node:
         self.messages: list[AnyMessage] = []
         self.lost: list[str] = []
         self.opened = 0
+        self.asked = 0  # whether a link is busy
         self.busy_links: set[Link] = set()
         self.peers = Peers(addresses or {}, lambda: self.hello, self)
         self.endpoint = endpoint(store, self.peers)
@@ -84,6 +86,7 @@ class Node:
         return Refuses()
 
     def busy(self, link: Link) -> bool:
+        self.asked += 1
         return link in self.busy_links
 
     def peer_message(self, link: Link, message: AnyMessage) -> None:
@@ -273,6 +276,28 @@ def test_when_both_have_dialled_both_use_the_link_of_the_lower_boot_id(
             a.busy_links.clear()
             await until(lambda: a.lost == ["superseded"] and b.lost == ["peer-closed/superseded"])
             assert (a.obstacle("b"), b.obstacle("a")) == (None, None)
+
+    run(scenario())
+
+
+def test_links_that_wait_to_be_retired_are_looked_at_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many of them are busy and however long: one timer a peer."""
+    monkeypatch.setattr(module, "RETIRE_AFTER_S", 0.02)
+
+    async def scenario() -> None:
+        stores = keys(tmp_path, "a", "b")
+        a, b = Node("a", stores["a"]), Node("b", stores["b"])
+        to_b = await b.endpoint.listen("127.0.0.1:0")
+        async with nodes(a, b):
+            for _ in range(4):
+                a.busy_links.add(await a.connect("b", to_b))
+            await until(lambda: len(a.links("b")) == 4)
+            began, a.asked = time.monotonic(), 0
+            await asyncio.sleep(0.2)
+            rounds = (time.monotonic() - began) / module.RETIRE_AFTER_S + 1
+            assert 3 <= a.asked <= 3 * rounds
+            a.busy_links.clear()
+            await until(lambda: a.lost == ["superseded"] * 3)
 
     run(scenario())
 

@@ -56,6 +56,7 @@ class Peer:
     preferred: Link | None = None  # of those that this host dialled
     hello: Hello | None = None
     last_error: str = "not connected yet"
+    retiring: asyncio.TimerHandle | None = None  # of the links that are not needed
 
 
 class Peers:
@@ -143,7 +144,7 @@ class Peers:
             peer.links.append(link)
             log_event("link open", peer=link.peer, transport=link.transport)
             if len(peer.links) > 1:
-                asyncio.get_running_loop().call_later(RETIRE_AFTER_S, self._retire, peer)
+                self._retire_later(peer)
         self._greeted[link] = hello
         peer.hello = hello
         self._settle(peer)
@@ -172,14 +173,20 @@ class Peers:
     def idle(self, peer: Peer) -> bool:
         return not any(self._listener.busy(link) for link in peer.links)
 
+    def _retire_later(self, peer: Peer) -> None:
+        if peer.retiring is not None:
+            peer.retiring.cancel()  # the newest of its links is to stay its time, too
+        peer.retiring = asyncio.get_running_loop().call_later(RETIRE_AFTER_S, self._retire, peer)
+
     def _retire(self, peer: Peer) -> None:
         """The leader closes what is not needed; two who both did might close each other's."""
         spare = [link for link in peer.links if link is not peer.link] if self.leads(peer) else []
+        busy = [link for link in spare if self._listener.busy(link)]
         for link in spare:
-            if self._listener.busy(link):
-                asyncio.get_running_loop().call_later(RETIRE_AFTER_S, self._retire, peer)
-            else:
+            if link not in busy:
                 link.close("superseded")
+        if busy:
+            self._retire_later(peer)
 
     # -- what they can do ----------------------------------------------------------------------------------
 
