@@ -215,9 +215,9 @@ class OutgoingPages:
 
     def _cancel(self, page: OutgoingPage) -> None:
         with self._lock:
-            page.cancelled = True
-            if page.number < 0 and self._error is None:
+            if page.number < 0 and self._error is None and not page.cancelled:
                 self._waiting.remove(page)
+            page.cancelled = True
             self._stop_taking(page)
         self._settled(page)
 

@@ -86,6 +86,21 @@ def test_a_payload_is_held_until_the_peer_has_the_page(run: Run) -> None:
     run(work())
 
 
+def test_a_page_that_still_waits_may_be_cancelled_twice(run: Run) -> None:
+    """Whoever awaits the future may be cancelled as well as whoever holds it."""
+
+    async def work() -> None:
+        settled: list[OutgoingPage] = []
+        pages = OutgoingPages(RECORD, TcpStats(), settled.append)
+        future = pages.put(b"h", memoryview(bytearray(RECORD)), asyncio.get_running_loop())
+        assert future.cancel() and future.cancel()
+        for page in settled:
+            assert not pages.settle(page), "the peer never heard of it"
+        assert future.cancelled()
+
+    run(work())
+
+
 def test_an_acknowledged_page_that_is_still_read_resolves_only_afterwards(run: Run) -> None:
     """The receiver has the page while a repetition of one of its records is being sealed."""
 
