@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from zerocopy.runtime.llama.pool import LlamaPool
 from zerocopy.worker import protocol as p
 from zerocopy.worker.loop import Worker, _pieces
 from zerocopy.worker.sampling import Sampling
+from zerocopy.worker.scheduler import QUIET_COPY_S
 
 EVERYTHING = "nemotron_h_moe+mtp"
 BOTH = frozenset({"prefill", "decode"})
@@ -143,6 +145,18 @@ class Daemon:
     def drain(self, ring: Ring) -> int:
         count = 0
         while (record := ring.read()) is not None:
+            record.release()
+            count += 1
+        return count
+
+    def carry(self) -> int:
+        """What waits in the first export ring goes into the first landing ring; returns how many pages that was."""
+        count = 0
+        while (record := self.export[0].read()) is not None:
+            slot = self.landing[0].claim(len(record.view))
+            assert slot is not None
+            slot.view[:] = record.view
+            slot.commit()
             record.release()
             count += 1
         return count
@@ -281,6 +295,30 @@ def test_a_job_says_whether_it_was_alone(daemon: Open) -> None:
     assert not host.hear(p.Prefilled, 3).solo, "another came while it was being evaluated"
 
 
+def test_a_page_that_took_too_long_leaves_nobody_behind(daemon: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time for copying was over before the second job was looked at: it has its turn at once, not when something
+    happens."""
+    host = daemon(ring_bytes=64 << 10)
+    host.prefill(1, prompt(60))
+    host.hear(p.Prefilled, 1)
+    claim, full = Ring.claim, threading.Event()
+
+    def slowly(ring: Ring, nbytes: int) -> Any:
+        slot = claim(ring, nbytes)
+        if slot is None:
+            full.set()
+            time.sleep(2 * QUIET_COPY_S)
+        return slot
+
+    monkeypatch.setattr(Ring, "claim", slowly)
+    host.prefill(2, prompt(300), ring=1, lane=1)  # more than its ring takes
+    assert full.wait(TIMEOUT_S)
+    host.generate(3, prompt(60), ring=0)
+    host.carry()
+    host.send(p.StateComplete(3))
+    host.hear(p.Imported, 3)
+
+
 def test_an_import_that_is_stuck_holds_up_nobody(daemon: Open) -> None:
     """H5: a stopped source of one handoff."""
     host = daemon()
@@ -316,14 +354,7 @@ def test_a_landing_page_wakes_a_waiting_import(daemon: Open) -> None:
     host.prefill(1, prompt(60))
     done = host.hear(p.Prefilled, 1)
     host.generate(2, prompt(60), ring=0, slab=0, probe=True)
-    moved = 0
-    while (record := host.export[0].read()) is not None:
-        slot = host.landing[0].claim(len(record.view))
-        assert slot is not None
-        slot.view[:] = record.view
-        slot.commit()
-        record.release()
-        moved += 1
+    moved = host.carry()
     parts = [part for m in host.heard if isinstance(m, p.SnapshotReady) for part in m.parts]
     for part in parts:
         source = host.export_slabs[0].view(part.offset, part.nbytes)
@@ -341,12 +372,7 @@ def test_a_state_that_is_complete_before_its_job_has_taken_a_step_is_imported_al
     host = daemon()
     host.prefill(2, prompt(40))
     host.hear(p.Prefilled, 2)
-    while (record := host.export[0].read()) is not None:
-        slot = host.landing[0].claim(len(record.view))
-        assert slot is not None
-        slot.view[:] = record.view
-        slot.commit()
-        record.release()
+    host.carry()
     generate = p.Generate(3, prompt(40), max_tokens=4, sampling=Sampling(), stop=(), proof_key=None, ring=0)
     host.sock.sendall(b"".join(p.encode(message) for message in (generate, p.StateComplete(3), p.Commit(3))))
     assert host.hear(p.Generated, 3).completion_tokens == 4

@@ -122,7 +122,8 @@ class Worker:
         return True
 
     def _copy(self, seconds: float) -> bool:
-        """Pages in and out, one of each job in turn, until nothing is left or the time is over."""
+        """Pages in and out, one of each job in turn, until nothing is left or the time is over. False only when every
+        job waits."""
         ready = deque((station, job) for station in self._stations.values() for job in station.jobs.values())
         ready.rotate(-self._turn)  # with time for few of them, each comes first now and then
         self._turn += 1
@@ -133,7 +134,7 @@ class Worker:
                 if job.work():
                     worked = True
                     ready.append((station, job))
-        return worked
+        return worked or bool(ready)
 
     @contextmanager
     def _guard(self, station: _Station, *jobs: Job) -> Iterator[None]:
