@@ -19,7 +19,6 @@ import json
 import random
 import secrets
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from typing import Any, Final
 import msgspec
 
 from benches.telling_host import prompt_name
+from zerocopy.cli.ending import temporary_folder
 from zerocopy.cli.hosts import Answer, Host, Hosts, smollm2
 from zerocopy.runtime.base import Lane
 from zerocopy.runtime.llama.engine import LlamaOptions, LlamaRuntime
@@ -138,11 +138,11 @@ def check(load: Load, answers: Sequence[Answer], folder: Path, key: bytes) -> di
 def run(load: Load) -> dict[str, Any]:
     """The figures, and `met`: nothing failed, every token within the tolerance, every handoff's state equal."""
     key = secrets.token_bytes(32)
-    with tempfile.TemporaryDirectory(prefix="zc-exact-") as name:
+    with temporary_folder("zc-exact-") as folder:
         began = time.monotonic()
-        answers = serve(load, Path(name), key)
+        answers = serve(load, folder, key)
         served_s = time.monotonic() - began
-        found = check(load, answers, Path(name), key)
+        found = check(load, answers, folder, key)
     met = (
         not found["failed"]
         and found["worst_gap"] is not None

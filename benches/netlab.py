@@ -11,11 +11,11 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, Final
 
 from transport.keys import KeyStore
+from zerocopy.cli.ending import temporary_folder
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 LINKS: Final = ("1gbit", "10gbit")
@@ -46,8 +46,8 @@ def measure(link: str, congestion: str, rounds: int, seconds: float) -> dict[str
 
 def inside(rounds: int, seconds: float) -> None:
     """On neither host of the lab: the landing end goes to B, the sending one to A, which prints the report."""
-    with tempfile.TemporaryDirectory() as folder:
-        stores = {name: KeyStore(Path(folder, name)) for name in "ab"}
+    with temporary_folder("zc-lab-") as folder:
+        stores = {name: KeyStore(folder / name) for name in "ab"}
         for name, store in stores.items():
             store.new(name)
         stores["a"].trust("b", stores["b"].show()[0])

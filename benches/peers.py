@@ -19,7 +19,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import venv
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from zerocopy.cli import iperf3
+from zerocopy.cli.ending import temporary_folder
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 SCRIPTS: Final = Path(__file__).with_name("peer")
@@ -109,8 +109,8 @@ def measure(peer: Peer, mib: int, block_kib: int) -> Sample:
     if peer.name == YARDSTICK:
         return measure_iperf3(mib)
     command = [interpreter(peer), str(SCRIPTS / peer.script), str(mib), str(block_kib)]
-    with tempfile.TemporaryDirectory() as folder:  # keys and the like: their processes end without cleaning up
-        environment = os.environ | {"TMPDIR": folder} | ({} if peer.packages else {"PYTHONPATH": str(ROOT)})
+    with temporary_folder("zc-peer-") as folder:  # keys and the like: their processes end without cleaning up
+        environment = os.environ | {"TMPDIR": str(folder)} | ({} if peer.packages else {"PYTHONPATH": str(ROOT)})
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=SAMPLE_TIMEOUT_S, env=environment)
         except subprocess.TimeoutExpired:

@@ -17,7 +17,6 @@ import statistics
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ import xxhash
 from transport.keys import KeyStore
 from transport.link import Landing, Link, PageSink
 from transport.quic import QuicEndpoint
+from zerocopy.cli.ending import temporary_folder
 from zerocopy.cli.iperf3 import Iperf3, measured, read_report
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -150,9 +150,9 @@ def iperf3(congestion: str, seconds: float) -> Iperf3:
 def inside(rounds: int, seconds: float) -> None:
     """On neither host of the lab: prints the samples."""
     samples: dict[str, list[float]] = {"quic_bbr": [], "tcp_cubic": [], "tcp_bbr": []}
-    with tempfile.TemporaryDirectory() as folder:
-        make_keys(Path(folder))
-        words = [sys.executable, "-m", "benches.quic_loss", "--folder", folder, "--seconds", str(seconds)]
+    with temporary_folder("zc-loss-") as folder:
+        make_keys(folder)
+        words = [sys.executable, "-m", "benches.quic_loss", "--folder", str(folder), "--seconds", str(seconds)]
         on = {host: ["ip", "netns", "exec", host, *words] for host in "AB"}
         receiver = subprocess.Popen([*on["B"], "--receive"], stdout=subprocess.PIPE, text=True)
         try:

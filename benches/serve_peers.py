@@ -21,14 +21,13 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from zerocopy.cli.bench_serve import Seen, Target, closed_loop
+from zerocopy.cli.ending import temporary_folder
 from zerocopy.cli.hosts import Hosts, smollm2
 from zerocopy.cli.measuring import median, quantiles
 from zerocopy.cli.workload import Arrival
@@ -149,8 +148,7 @@ def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def servers(stack: contextlib.ExitStack, threads: int, slots: int, chunk: int) -> dict[str, Target]:
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zc-peers-")))
-    hosts = stack.enter_context(Hosts(folder))
+    hosts = stack.enter_context(Hosts(stack.enter_context(temporary_folder("zc-peers-"))))
     flags = ["--model", str(smollm2()), "--n-ctx", str(N_CTX), "--threads", str(threads), "--chunk-tokens", str(chunk),
              "--sequences", str(slots), "--kv-tokens", str(slots * N_CTX), "--rings", str(max(2, slots))]  # fmt: skip
     prefiller = hosts.add("prefiller", ["--role", "prefill", *flags])

@@ -17,7 +17,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +27,7 @@ from transport.keys import KeyStore
 from transport.link import Landing, Link, PageSink
 from transport.tcp import TcpEndpoint
 from zerocopy.cli import iperf3
+from zerocopy.cli.ending import temporary_folder
 
 LANDINGS = 32  # more than the sender ever has on its way
 IN_FLIGHT_BYTES = 32 << 20  # what a ring of that size lets the sender have on its way
@@ -154,8 +154,8 @@ def run_iperf3(total: int) -> Row | None:
     return Row(found.gbps, found.cpu_s_per_gib)
 
 
-def make_keys(directory: str) -> None:
-    stores = {name: KeyStore(Path(directory, name)) for name in "ab"}
+def make_keys(directory: Path) -> None:
+    stores = {name: KeyStore(directory / name) for name in "ab"}
     for name, store in stores.items():
         store.new(name)
     stores["a"].trust("b", stores["b"].show()[0])
@@ -177,14 +177,14 @@ def main() -> None:
         return
     total, page = int(options.gib * (1 << 30)), int(options.page_mib * (1 << 20))
     rows: dict[str, list[Row]] = {}
-    with tempfile.TemporaryDirectory() as directory:
+    with temporary_folder("zc-plane-") as directory:
         make_keys(directory)
         for _ in range(options.rounds):
             if (row := run_iperf3(total)) is not None:
                 rows.setdefault("iperf3 -P1", []).append(row)
             for streams in options.streams:
                 for record in options.records:
-                    row = uvloop.run(run_one(directory, streams, record << 10, page, total))
+                    row = uvloop.run(run_one(str(directory), streams, record << 10, page, total))
                     rows.setdefault(f"{streams} streams {record:5} KiB", []).append(row)
     report(rows)
 

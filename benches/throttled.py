@@ -12,16 +12,15 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Final
 
 import psutil
 
 from benches.two_hosts import MOVED
 from tests.daemon.slow_relay import prefiller_far_and_near, slow_path_to
+from zerocopy.cli.ending import temporary_folder
 from zerocopy.cli.hosts import Host, Hosts, free_port, smollm2
 from zerocopy.cli.measuring import median
 from zerocopy.cli.workload import Arrival, prompt_of
@@ -71,9 +70,9 @@ def run(rounds: int) -> dict[str, Any]:
     alone, transferring, at_once = list[float](), list[float](), list[float]()
     port = free_port()
     with (
-        tempfile.TemporaryDirectory(prefix="zc-throttled-") as folder,
+        temporary_folder("zc-throttled-") as folder,
         slow_path_to(port, 8 * BYTES_PER_S, "tcp") as (slow_path, _),
-        Hosts(Path(folder)) as hosts,
+        Hosts(folder) as hosts,
     ):
         flags = ["--model", str(smollm2()), *FLAGS]
         prefiller, far, near = prefiller_far_and_near(hosts, flags, f"127.0.0.1:{port}", slow_path)

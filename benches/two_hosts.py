@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import psutil
 
+from zerocopy.cli.ending import temporary_folder
 from zerocopy.cli.hosts import Host, Hosts, smollm2
 
 MOVED: Final = {"x-zc-placement": "disaggregated", "x-zc-fallback": "deny"}
@@ -82,7 +81,7 @@ def two_hosts(
 ) -> Iterator[Two]:
     """Both ready."""
     model = ["--model", str(smollm2())]
-    with tempfile.TemporaryDirectory(prefix="zc-two-") as folder, Hosts(Path(folder)) as hosts:
+    with temporary_folder("zc-two-") as folder, Hosts(folder) as hosts:
         prefiller = hosts.add("prefiller", ["--role", "prefill", *model, *flags, *prefill_flags])
         decoder = hosts.add("decoder", ["--role", "decode", *model, *flags, *decode_flags], peers=[prefiller])
         for host in (prefiller, decoder):

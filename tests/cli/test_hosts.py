@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
+import threading
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -46,43 +45,6 @@ def test_hosts_trust_each_other_and_a_stranger_trusts_nobody(tmp_path: Path) -> 
         hosts.add("stranger", ["--model", "ready"], trusted=False)
     stores = {name: KeyStore(tmp_path / name) for name in ("a", "b", "stranger")}
     assert [sorted(store.trusted()) for store in stores.values()] == [["b"], ["a"], []]
-
-
-def test_a_command_that_is_told_to_end_takes_its_hosts_with_it(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as ending, Hosts(tmp_path, SCRIPTED) as hosts:
-        host = hosts.add("a", ["--model", "ready"])
-        host.start()
-        host.wait_ready()
-        assert host.process is not None
-        pid = host.process.pid
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert ending.value.code == 128 + signal.SIGTERM
-    assert not psutil.pid_exists(pid)
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_command_that_is_told_to_end_while_it_starts_a_host_takes_that_one_with_it_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    """Nobody would know of a process whose start was interrupted."""
-    started, really = list[subprocess.Popen[bytes]](), subprocess.Popen
-
-    def interrupted(*words: Any, **how: Any) -> subprocess.Popen[bytes]:
-        started.append(really(*words, **how))
-        os.kill(os.getpid(), number)
-        return started[-1]
-
-    monkeypatch.setattr(module.subprocess, "Popen", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell it is ignored
-    try:
-        with pytest.raises((SystemExit, KeyboardInterrupt)), Hosts(tmp_path, SCRIPTED) as hosts:
-            hosts.add("a", ["--model", "ready"]).start()
-        assert started[0].poll() is not None
-    finally:
-        signal.signal(signal.SIGINT, before)
-        started[0].kill()
 
 
 def test_an_answer_has_its_status_headers_and_body(tmp_path: Path) -> None:
@@ -169,6 +131,24 @@ def test_every_host_is_ended_also_when_one_will_not(tmp_path: Path, monkeypatch:
             assert host.process is not None
             pids.append(host.process.pid)
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_a_signal_while_hosts_are_ended_waits_for_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for one that must be killed."""
+    monkeypatch.setattr(module, "STOP_TIMEOUT_S", 1.0)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell it is ignored
+    try:
+        with pytest.raises(KeyboardInterrupt), Hosts(tmp_path, SCRIPTED) as hosts:
+            host = hosts.add("a", ["--model", "deaf"])
+            host.start()
+            host.wait_ready()
+            assert host.process is not None
+            process = host.process
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        assert process.poll() == -signal.SIGKILL
+    finally:
+        signal.signal(signal.SIGINT, before)
+        process.kill()
 
 
 def test_one_host_may_run_another_command(tmp_path: Path) -> None:

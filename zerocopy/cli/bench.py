@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -14,6 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from zerocopy.cli.ending import temporary_folder
 from zerocopy.cli.screen import CliError, ExitCode, bytes_text, pairs, show, show_json, table
 from zerocopy.cli.workload import Arrival, Profile, TraceError, read_trace
 
@@ -91,7 +91,7 @@ def link(
         if connect and peer:
             target, references = b.Target(open_store(keys).directory, peer, connect), None
         else:
-            folder = Path(stack.enter_context(_folder()))
+            folder = stack.enter_context(temporary_folder("zc-bench-"))
             target = stack.enter_context(b.other_end_here(folder))
             references = b.references(plan, target, folder)
         step = stack.enter_context(_progress(plan.steps))
@@ -176,8 +176,8 @@ def path(
     plan = b.PathPlan(
         gib, prompt_tokens, overlap_tokens, prefill_speed, geometry, chunk_tokens, page_tokens, ring_mib, link_seconds
     )
-    with _folder() as folder, _progress(plan.steps) as step:
-        report = b.measure(plan, Path(folder), step)
+    with temporary_folder("zc-bench-") as folder, _progress(plan.steps) as step:
+        report = b.measure(plan, folder, step)
     show_json(report) if json else show(_path_table(report))
 
 
@@ -287,10 +287,6 @@ def _why(report: Any) -> str:
 
 def _speed(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.2f} Gb/s"
-
-
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="zc-bench-")
 
 
 @contextlib.contextmanager

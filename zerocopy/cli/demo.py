@@ -9,8 +9,6 @@ picture.
 from __future__ import annotations
 
 import secrets
-import shutil
-import tempfile
 import time
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -21,6 +19,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from transport.quic_choice import INSTALL, built
+from zerocopy.cli.ending import temporary_folder
 from zerocopy.cli.hosts import Answer, Host, Hosts, smollm2
 from zerocopy.cli.screen import CliError, ExitCode, bytes_text, note, pairs, show, show_json, table
 from zerocopy.cli.timeline import timeline
@@ -76,11 +75,8 @@ def demo(
     if transport == "quic" and not built():
         raise CliError(f"this host was built without QUIC: {INSTALL}")
     began = time.monotonic()
-    folder = Path(tempfile.mkdtemp(prefix="zc-demo-"))
-    try:
+    with temporary_folder("zc-demo-") as folder:
         parts = [_real_text(folder, transport), _every_component(folder, transport)]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     exact = all(part.exact for part in parts)
     if json:
         show_json({"parts": parts, "exact": exact, "seconds": round(time.monotonic() - began, 2)})

@@ -15,9 +15,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +26,7 @@ import msgspec
 
 from transport.keys import KeyStore
 from transport.quic_choice import SCHEME
+from zerocopy.cli.ending import held_back, told_once
 from zerocopy.cli.screen import CliError
 
 START_TIMEOUT_S: Final = 120.0  # of several that start at once on a busy machine
@@ -63,7 +63,7 @@ class Host:
         return f"http://127.0.0.1:{self.http_port}"
 
     def start(self) -> None:
-        with self.log_path.open("ab") as log, _signals_held_back():
+        with self.log_path.open("ab") as log, held_back():  # or it would be nobody's
             self.process = subprocess.Popen(
                 self._argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
@@ -125,19 +125,21 @@ class Host:
             return None
         self.process.send_signal(number)
         try:
-            return self.process.wait(STOP_TIMEOUT_S)
+            status = self.process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-            raise CliError(f"host {self.name} ignored signal {number}:\n{self.log_tail()}") from None
-        finally:
             self.process = None
+            raise CliError(f"host {self.name} ignored signal {number}:\n{self.log_tail()}") from None
+        self.process = None
+        return status
 
     def hurry(self) -> None:
-        """The first of two signals, if the process lives: the next one ends it at once. A signal of the same number
-        might not be told apart."""
+        """Tell it to end at once, which takes two signals, if it lives. Of the same number they might be taken for
+        one."""
         if self.process is not None:
             self.process.send_signal(signal.SIGINT)
+            self.process.send_signal(signal.SIGTERM)
 
     def log_tail(self, lines: int = 15) -> str:
         text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
@@ -145,13 +147,14 @@ class Host:
 
 
 class Hosts:
-    """Hosts that trust one another. Use as a context manager, in the main thread: a SIGTERM ends them too."""
+    """Hosts that trust one another. Use as a context manager, in the main thread: what ends the block or the process,
+    SIGTERM and SIGINT too, ends them first."""
 
     def __init__(self, folder: Path, command: tuple[str, ...] = (sys.executable, "-m", "zerocopy")) -> None:
         self._folder = folder
         self._command = command
         self._hosts: dict[str, Host] = {}
-        self._before: Any = None  # what SIGTERM did
+        self._told = told_once(self._hurry)
         folder.mkdir(parents=True, exist_ok=True)
 
     def add(
@@ -179,45 +182,29 @@ class Hosts:
         return host
 
     def __enter__(self) -> Hosts:
-        self._before = signal.signal(signal.SIGTERM, _end)
+        self._told.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.close()
+            with held_back():
+                self.close()
         finally:
-            signal.signal(signal.SIGTERM, self._before)
+            self._told.__exit__(None, None, None)
 
     def close(self) -> None:
         """End every daemon that still runs, the others too when one will not. What it still serves is cut off."""
+        self._hurry()
         with contextlib.ExitStack() as endings:
             for host in self._hosts.values():
                 endings.callback(host.stop)
-                endings.callback(host.hurry)
 
-
-def _end(number: int, frame: object) -> None:
-    """As SIGINT does: the `with` blocks run."""
-    sys.exit(128 + number)
-
-
-@contextlib.contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """One that comes inside is heard at the end: a process whose start it interrupted would be nobody's, and stay."""
-    if threading.current_thread() is not threading.main_thread():  # Python hears signals on that one only
-        yield
-        return
-    came: list[int] = []
-    before = {n: signal.signal(n, lambda number, frame: came.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for heard in came:
-            signal.raise_signal(heard)
+    def _hurry(self) -> None:
+        """Also what waits for their answers then goes on."""
+        for host in self._hosts.values():
+            host.hurry()
 
 
 def smollm2() -> Path:

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zerocopy.cli.ending import held_back, temporary_folder, told_once
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_in_a_new_process() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_whenever_and_however_often_a_command_is_told_to_end_nothing_of_it_is_left(tmp_path: Path) -> None:
+    told = subprocess.run(
+        [sys.executable, "-m", "tests.cli.told_to_end", str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    found = json.loads(told.stdout)
+    assert found["left"] == {}
+    assert found["lines"] > 400  # it was told at all
+
+
+@pytest.mark.parametrize("words", [["demo"], ["bench", "path"], ["bench", "link"]])
+def test_a_command_told_to_end_while_it_starts_leaves_no_folder(tmp_path: Path, words: list[str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zerocopy", *words],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | {"TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    try:
+        while not list(tmp_path.glob("zc-*")):
+            assert process.poll() is None
+            time.sleep(0.001)
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_is_heard_once_and_not_again_after_the_block() -> None:
+    said = list[str]()
+    with pytest.raises(SystemExit) as ending, told_once(lambda: said.append("outer")):
+        try:
+            with told_once(lambda: said.append("inner")):
+                signal.raise_signal(signal.SIGTERM)
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.raise_signal(number)
+            said.append("ended")
+    assert ending.value.code == 128 + signal.SIGTERM
+    assert said == ["inner", "outer", "ended"]
+    signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_block_that_was_not_told_to_end_leaves_signals_as_they_were() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with told_once(), told_once():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_an_interruption_is_heard_when_what_must_be_whole_is() -> None:
+    whole = False
+    with pytest.raises(KeyboardInterrupt), held_back():
+        signal.raise_signal(signal.SIGINT)
+        whole = True
+    assert whole
+
+
+def test_a_temporary_folder_is_for_this_user_and_goes_with_what_is_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with temporary_folder("zc-a-") as first, temporary_folder("zc-a-") as second:
+        assert first != second and first.name.startswith("zc-a-")
+        assert first.stat().st_mode & 0o777 == 0o700
+        (first / "keys").mkdir()
+        (first / "keys" / "key").write_text("x")
+    assert list(tmp_path.iterdir()) == []
