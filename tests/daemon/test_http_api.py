@@ -133,6 +133,22 @@ def test_headers_say_where_a_request_ran_and_why_it_fell_back(stream: bool) -> N
 
 
 @on_uvloop
+async def test_what_a_peer_says_of_itself_cannot_break_the_header_that_quotes_it() -> None:
+    """It was a 500, or a header of its own, or more than clients read."""
+    quoted = Started(
+        placement="local",
+        prefiller=None,
+        fallback_reason="no-prefiller: \r\nx-evil: 1\x00ß" + "y" * 9000,
+        prompt_tokens=5,
+    )
+    async with open_door(ScriptedService([quoted, *HELLO[1:]])) as door:
+        reply = await door.post(COMPLETION)
+    assert reply.status == 200 and "x-evil" not in reply.headers
+    assert reply.headers["x-zc-fallback"].startswith("no-prefiller: ??x-evil: 1??yyy")
+    assert len(reply.headers["x-zc-fallback"]) == 1024
+
+
+@on_uvloop
 async def test_a_request_may_choose_its_placement_and_forbid_fallback() -> None:
     async with open_door() as door:
         await door.post(COMPLETION)

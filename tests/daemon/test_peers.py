@@ -416,20 +416,69 @@ def test_a_peer_whose_key_is_not_trusted_does_not_keep_others_from_being_dialled
     run(scenario())
 
 
-def test_a_decode_peer_is_one_whose_engine_is_up(tmp_path: Path) -> None:
+def test_a_decode_peer_is_one_whose_engine_is_up_with_the_same_model(tmp_path: Path) -> None:
+    """A prefill-only host answered in its own model's name with what another model had written."""
+
     async def scenario() -> None:
         stores = keys(tmp_path, "a", "b")
         b = Node("b", stores["b"])
         a = Node("a", stores["a"], {"b": (await b.endpoint.listen("127.0.0.1:0"),)})
+
+        def say(**changes: object) -> None:
+            b.hello = msgspec.structs.replace(b.hello, **changes)
+            b.peers.announce()
+
+        def why_not() -> str:
+            return a.peers.decoder(IDENTITY)[1]
+
         async with nodes(a, b):
             a.dial()
             await until(lambda: a.knows("b"))
-            assert a.peers.decoder() is None
-            b.hello = msgspec.structs.replace(b.hello, roles=("prefill", "decode"))
+            assert a.peers.decoder(IDENTITY) == (None, "no decode peer is connected")
+            say(roles=("prefill", "decode"))
+            await until(lambda: a.peers.decoder(IDENTITY)[0] is not None)
+            assert why_not() == ""
+            say(identity=None)
+            await until(lambda: why_not() == "no decode peer can serve (b: its engine is not up)")
+            for field in ("model", "tokenizer", "architecture"):
+                say(identity=msgspec.structs.replace(IDENTITY, **{field: f"another {field}"}))
+                await until(lambda name=field: f" another {name}, prefiller " in why_not())
+                assert a.peers.decoder(IDENTITY)[0] is None
+            say(identity=msgspec.structs.replace(IDENTITY, kv_type="q8_0/q8_0"))  # it can still read prompts itself
+            await until(lambda: a.peers.decoder(IDENTITY)[0] is not None)
+
+    run(scenario())
+
+
+def test_hosts_that_will_never_hand_over_say_so_once_and_in_the_status(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """S8, M2. Both ends logged `link open` and every request fell back, which only its own headers said."""
+
+    def said() -> list[str]:
+        events = [r for r in caplog.records if r.msg == "no handoffs with peer"]
+        return [vars(r)["zc_fields"]["detail"] for r in events]
+
+    def status(node: Node) -> object:
+        return node.peers.describe(node.peers.all()[0])["mismatch"]
+
+    async def scenario() -> None:
+        stores = keys(tmp_path, "a", "b")
+        b = Node("b", stores["b"])
+        a = Node("a", stores["a"], {"b": (await b.endpoint.listen("127.0.0.1:0"),)})
+        a.hello = msgspec.structs.replace(a.hello, roles=("decode",))
+        b.hello = msgspec.structs.replace(b.hello, identity=msgspec.structs.replace(IDENTITY, kv_type="q8_0/q8_0"))
+        async with nodes(a, b):
+            a.dial()
+            await until(lambda: status(a) is not None and b.peers.all() and status(b) is not None)
             b.peers.announce()
-            await until(lambda: a.peers.decoder() is not None)
-            b.hello = msgspec.structs.replace(b.hello, identity=None)
-            b.peers.announce()
-            await until(lambda: a.peers.decoder() is None)
+            await until(lambda: len(a.peers.all()) == 1)
+            wanted = "decoder has KV type f16/f16, prefiller q8_0/q8_0: start both with the same --kv-type"
+            assert (status(a), status(b), said()) == (wanted, wanted, [wanted, wanted])  # once each
+            a.hello = msgspec.structs.replace(
+                a.hello, roles=("prefill",)
+            )  # who prefills both have nothing to hand over
+            a.peers.announce()
+            await until(lambda: status(a) is None and status(b) is None)
 
     run(scenario())

@@ -44,7 +44,7 @@ def test_a_difference_is_refused_with_both_values_and_a_remedy(field: str) -> No
 
 def test_more_than_one_difference_is_counted() -> None:
     prefiller = msgspec.structs.replace(IDENTITY, kv_type="q8_0/q8_0", flash_attention="off", model="c")
-    assert "(2 more fields differ)" in str(identity_mismatch(IDENTITY, prefiller))
+    assert "(2 more differ)" in str(identity_mismatch(IDENTITY, prefiller))
 
 
 def test_a_missing_component_is_named() -> None:

@@ -19,7 +19,7 @@ from transport.link import Landing, Link, PageSink
 from zerocopy.config import DaemonConfig
 from zerocopy.daemon.admission import Admission
 from zerocopy.daemon.forward import Forwarding
-from zerocopy.daemon.generation import Generation
+from zerocopy.daemon.generation import WORKER_RETRY_S, Generation
 from zerocopy.daemon.memory import SharedMemory
 from zerocopy.daemon.outgoing import OutgoingService
 from zerocopy.daemon.peers import Peers
@@ -27,7 +27,7 @@ from zerocopy.daemon.requests import ChatTemplate, Event, GenerationRequest, Req
 from zerocopy.daemon.telemetry import Outcome, Placement, Telemetry, log_event
 from zerocopy.daemon.trace import KEPT, Trace
 from zerocopy.daemon.worker_process import WORKER_COMMAND, WorkerProcess
-from zerocopy.handoff.components import PageHeader
+from zerocopy.handoff.components import Identity, PageHeader
 from zerocopy.handoff.messages import (
     AnyMessage,
     CancelGenerate,
@@ -61,6 +61,7 @@ class Core:
         self.transports: tuple[str, ...] = ("tcp",)
         self._boot_id = secrets.token_bytes(16)
         self._traces: deque[Trace] = deque(maxlen=KEPT)
+        self._identity: Identity | None = None  # the engine's; it stays known while that is started again
         self._draining = self._stopping = False
         self._requests = 0
         self.memory = SharedMemory(
@@ -110,9 +111,11 @@ class Core:
         """Here, or on a decode peer when this host only prefills."""
         if "decode" in self.roles:
             return self.generation.generate(request)
-        link = self.peers.decoder()
+        if self._identity is None:
+            raise RequestError("worker-lost", self.worker.reason, 503, WORKER_RETRY_S)
+        link, why = self.peers.decoder(self._identity)
         if link is None:
-            raise RequestError("no-decoder", "this host only prefills and no decode peer is connected", 503, 1.0)
+            raise RequestError("no-decoder", f"this host only prefills, and {why}", 503, 1.0)
         return self.forwarding.forward(link, request)
 
     def status(self) -> ServiceStatus:
@@ -121,8 +124,8 @@ class Core:
             reason = "draining: it ends what runs and takes nothing new"
         elif self.worker.facts is None:
             reason = self.worker.reason
-        elif "decode" not in self.roles and self.peers.decoder() is None:
-            reason = "no decode peer is connected"
+        elif "decode" not in self.roles:
+            reason = self.peers.decoder(self.worker.facts.identity)[1] or None
         return ServiceStatus(reason is None, reason, self._detail(), self.worker.reason or None)
 
     def model_name(self) -> str | None:
@@ -209,6 +212,7 @@ class Core:
     # -- engine --------------------------------------------------------------------------------------------
 
     def _attach(self, facts: EngineFacts) -> tuple[p.Attach, Sequence[int]]:
+        self._identity = facts.identity
         log_event("engine ready", model=facts.model_name, detail=f"{facts.schema.family}, MTP {facts.mtp}")
         return self.memory.attach(facts.schema)
 

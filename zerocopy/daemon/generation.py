@@ -235,7 +235,7 @@ class _Session:
         self._ticket = ticket
         self._placement: PlacementMode = decision.placement
         self._prefiller: str | None = None
-        self._fallback = decision.fallback_reason
+        self._fallback = f"{decision.obstacle}: {decision.fallback_reason}" if decision.fallback_reason else None
         self._trace: Trace | None = None
         self._job: Job | None = None
         self.deadline = arrived + service.config.request_s

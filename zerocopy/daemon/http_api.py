@@ -44,6 +44,7 @@ MAX_BODIES_BYTES: Final = 4 * MAX_BODY_BYTES  # as Python objects up to eight ti
 BODY_S: Final = 60.0  # 16 MiB at 2 Mb/s
 STALLED_S: Final = 60.0  # then a client that reads nothing no longer holds engine memory
 SHUTDOWN_S: Final = 5.0
+MAX_FALLBACK_TEXT: Final = 1024  # of a header; some clients take 8 KiB of all of them
 
 _PROOF_KEY: Final = re.compile(r"^(?:[0-9a-fA-F]{2}){16,32}$")
 _OPEN_PATHS: Final = frozenset({"/health", "/ready", "/live"})  # load balancers ask without a key
@@ -279,7 +280,9 @@ def _placement_headers(started: Started) -> dict[str, str]:
     if started.prefiller is not None:
         headers["x-zc-prefiller"] = started.prefiller
     if started.fallback_reason is not None:
-        headers["x-zc-fallback"] = started.fallback_reason
+        # It may quote what a peer says of itself: no byte of that ends the line, and it stays short enough for clients.
+        text = "".join(c if " " <= c <= "~" else "?" for c in started.fallback_reason)
+        headers["x-zc-fallback"] = text[:MAX_FALLBACK_TEXT]
     return headers
 
 

@@ -47,7 +47,7 @@ class LinkListener(Protocol):
 @dataclass
 class Peer:
     """One peer as this host sees it. `links` are the usable ones, newest last; `link` carries new handoffs;
-    `last_error` says why there is none."""
+    `last_error` says why there is none, `mismatch` why the two will not hand state to each other all the same."""
 
     name: str
     paths: PeerPaths | None = None  # where this host has addresses of it
@@ -57,6 +57,7 @@ class Peer:
     hello: Hello | None = None
     last_error: str = "not connected yet"
     retiring: asyncio.TimerHandle | None = None  # of the links that are not needed
+    mismatch: str | None = None
 
 
 class Peers:
@@ -88,6 +89,7 @@ class Peers:
     def announce(self) -> None:
         """Tell every connected peer what this host is now (engine up or down)."""
         for peer in self.all():
+            self._compare(peer)
             for link in list(peer.links):
                 _say(link, self._hello())
 
@@ -148,8 +150,16 @@ class Peers:
         self._greeted[link] = hello
         peer.hello = hello
         self._settle(peer)
+        self._compare(peer)
         if peer.paths is not None:
             peer.paths.heard(hello.addresses)
+
+    def _compare(self, peer: Peer) -> None:
+        """Say once what keeps two hosts apart that are both up: requests may fall back in silence for ever."""
+        why = _mismatch(self._hello(), peer.hello) if peer.hello else None
+        if why is not None and why != peer.mismatch:
+            log_event("no handoffs with peer", level=logging.WARNING, peer=peer.name, detail=why)
+        peer.mismatch = why
 
     # -- which link ----------------------------------------------------------------------------------------
 
@@ -202,6 +212,7 @@ class Peers:
             "streams": stats.streams if stats else None,
             "streams_reason": stats.streams_reason if stats else None,
             "last_error": None if peer.link else peer.last_error,
+            "mismatch": peer.mismatch if peer.link else None,
             **(peer.paths.describe() if peer.paths else {"path": None, "path_reason": BY_PEER, "paths": []}),
         }
 
@@ -217,12 +228,42 @@ class Peers:
         """How many of so many places one peer may hold: all but one where there are others to keep it for."""
         return places - 1 if sum(peer.link is not None for peer in self.all()) > 1 else places
 
-    def decoder(self) -> Link | None:
-        """A connected peer whose engine is up and that decodes: where a prefill-only host sends its requests."""
+    def decoder(self, mine: Identity) -> tuple[Link | None, str]:
+        """A connected peer that decodes this host's model: where a prefill-only host sends its requests. Else why none.
+        Other differences only keep state from being handed over; another model would answer in this one's name."""
+        obstacles = list[str]()
         for peer in self.all():
-            if peer.link and peer.hello and "decode" in peer.hello.roles and peer.hello.identity:
-                return peer.link
+            if peer.link is None or peer.hello is None or "decode" not in peer.hello.roles:
+                continue
+            why = _foreign(peer.hello.identity, mine)
+            if why is None:
+                return peer.link, ""
+            obstacles.append(f"{peer.name}: {why}")
+        return (
+            None,
+            f"no decode peer can serve ({'; '.join(obstacles)})" if obstacles else "no decode peer is connected",
+        )
+
+
+def _foreign(decoder: Identity | None, mine: Identity) -> str | None:
+    if decoder is None:
+        return "its engine is not up"
+    if (decoder.model, decoder.tokenizer, decoder.architecture) == (mine.model, mine.tokenizer, mine.architecture):
         return None
+    return str(identity_mismatch(decoder=decoder, prefiller=mine))  # which names these first
+
+
+def _mismatch(mine: Hello, theirs: Hello) -> str | None:
+    """Why two hosts whose roles fit will not hand state over; None also while the engine of one is not up."""
+    if mine.identity is None or theirs.identity is None:
+        return None
+    if "decode" in mine.roles and "prefill" in theirs.roles:
+        found = identity_mismatch(decoder=mine.identity, prefiller=theirs.identity)
+    elif "prefill" in mine.roles and "decode" in theirs.roles:
+        found = identity_mismatch(decoder=theirs.identity, prefiller=mine.identity)
+    else:
+        return None  # two decoders may know each other
+    return None if found is None else str(found)
 
 
 def _obstacle(peer: Peer, role: str, mine: Identity) -> str | None:

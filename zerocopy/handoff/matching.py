@@ -14,7 +14,10 @@ _REMEDY: Final = {
     "kv_type": ("KV type", "start both with the same --kv-type"),
     "flash_attention": ("flash attention", "start both with the same --flash-attention"),
     "engine": ("engine", "install the same zc-handoff and xllamacpp version on both"),
-    "schema": ("state schema", "install the same zc-handoff version and give both the same model and context options"),
+    "schema": (
+        "state schema",
+        "install the same zc-handoff version and give both the same model, --mtp and context options",
+    ),
 }
 
 
@@ -32,7 +35,7 @@ def identity_mismatch(decoder: Identity, prefiller: Identity) -> Mismatch | None
     for field, have, want in decoder.differences(prefiller):
         name, remedy = _REMEDY[field]
         more = len(decoder.differences(prefiller)) - 1
-        rest = f" ({more} more fields differ)" if more else ""
+        rest = f" ({more} more differ{'' if more > 1 else 's'})" if more else ""
         return Mismatch(f"decoder has {name} {have}, prefiller {want}: {remedy}{rest}", have, want)
     return None
 
