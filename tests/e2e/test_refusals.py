@@ -52,7 +52,7 @@ ODD: Final = {
         ("--flash-attention", "off"), {}, "flash_attention", ("decoder has flash attention on, prefiller off",)
     ),
     "engine": Odd((), {"engine": ENGINES}, "engine", ("decoder has engine", "install the same zc-handoff")),
-    "schema": Odd(("--mtp", "off"), {}, "schema", ("decoder has state schema", "the same model and context options")),
+    "schema": Odd(("--mtp", "off"), {}, "schema", ("decoder has state schema", "the same model, --mtp and context")),
 }
 
 
