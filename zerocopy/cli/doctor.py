@@ -13,14 +13,13 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from transport.address import parse
 from transport.link import LinkError
 from transport.quic_choice import INSTALL, INSTALL_AEAD, built
 from zerocopy.cli.keys import Directory, open_store
-from zerocopy.cli.screen import ExitCode, bytes_text, show, show_json, table
+from zerocopy.cli.screen import ExitCode, Rows, bytes_text, show, show_json, table
 from zerocopy.config import DaemonConfig
 
 # `AESGCM.encrypt_into` and OpenSSL 4's speed arrived with it; the data plane is built on both.
@@ -148,7 +147,7 @@ def _quic() -> Check:
     return Check("QUIC", "ok", name, f"for a fifth less CPU: {INSTALL_AEAD}" if slow else None)
 
 
-def _render(checks: list[Check]) -> Table:
+def _render(checks: list[Check]) -> Rows:
     rows = table("", "check", "found", "next step")
     marks = {
         "ok": Text("ok", "green"),

@@ -83,13 +83,19 @@ def _section(values: dict[str, Any]) -> RenderableType:
 
 
 def _handoff(trace: dict[str, Any]) -> dict[str, Any]:
-    """The parts of a trace that a person compares; all of it is in --json."""
-    row = {n: trace.get(n) for n in ("role", "peer", "transport", "prompt_tokens", "outcome", "reason")}
-    marks = trace.get("marks", {})
+    """The parts of a trace that a person compares, in short; all of it is in --json."""
+    marks, outcome, reason = trace.get("marks", {}), trace.get("outcome"), trace.get("reason")
+    row = {
+        "handoff": str(trace.get("handoff", ""))[:8],
+        "role": trace.get("role"),
+        "peer": trace.get("peer"),
+        "over": trace.get("transport"),
+        "tokens": trace.get("prompt_tokens"),
+        "outcome": outcome if reason in (None, outcome) else f"{outcome}: {reason}",
+    }
     if "prefilled" in marks and "committed" in marks:
         row["tail_ms"] = 1e3 * (marks["committed"] - marks["prefilled"])
-    row["state_bytes"] = sum(trace.get("component_bytes", {}).values())
-    return {"handoff": str(trace.get("handoff", ""))[:8], **row}
+    return {**row, "state": bytes_text(sum(trace.get("component_bytes", {}).values()))}
 
 
 def _nested(value: object) -> bool:
