@@ -56,7 +56,7 @@ def test_every_setting_can_be_given_in_all_three_ways(model: Path, tmp_path: Pat
     key_file.write_text("k\n")
     samples: dict[str, Any] = {
         "name": "n1", "role": "decode", "model": str(model), "listen": "[::1]:1", "advertise": "10.0.0.1:2",
-        "http": "127.0.0.1:3", "peers": {"a": "10.0.0.2:4"}, "keys": "/k", "streams": 3, "n_ctx": 64,
+        "http": "127.0.0.1:3", "peers": {"a": "10.0.0.2:4"}, "keys": "/k", "streams": 3, "n_ctx": 640,
         "chunk_tokens": 128, "page_tokens": 32, "kv_type": "q8_0", "flash_attention": "off", "threads": 2, "mtp": "off",
         "batch_invariant": True, "cores": "shared",
         "sequences": 3, "kv_tokens": 9000, "queue": 7, "tenant_requests": 5, "api_keys": {"ann": "k2"},
@@ -76,7 +76,7 @@ def test_every_setting_can_be_given_in_all_three_ways(model: Path, tmp_path: Pat
         if setting.name == "page_tokens":
             base["chunk_tokens"] = "128"
         if setting.name == "kv_tokens":
-            base["n_ctx"] = "64"
+            base["n_ctx"] = "640"
         table = ", ".join(f'{name} = "{one}"' for name, one in value.items()) if many else ""
         line = f"{setting.name} = {{{table}}}" if many else f"{setting.name} = {_toml_value(value)}"
         ways = [
@@ -107,27 +107,29 @@ def test_peers_may_have_several_addresses_in_order(model: Path, tmp_path: Path) 
     ("flags", "environment", "file", "words"),
     [
         ({}, {}, "n_ctz = 1", ["zc.toml", "`n_ctz`", "did you mean `n_ctx`"]),
-        ({}, {}, "n_ctx = '64'", ["zc.toml", "`n_ctx`", "int", "'64'"]),
+        ({}, {}, "n_ctx = '64'", ["zc.toml", "`n_ctx`", "expected a whole number, not '64'"]),
         ({}, {}, "n_ctx = ", ["zc.toml", "not TOML"]),
         ({}, {}, "peers = 5", ["`peers`", "5"]),
-        ({}, {}, "[peers]\na = 1", ["`peers`"]),
+        ({}, {}, "[peers]\na = 1", ["`peers`", 'NAME = "HOST:PORT"', "not {'a': 1}"]),
         ({}, {}, "[peers]\na = 'nowhere'", ["peer a", "nowhere"]),
         ({}, {}, "[peers]\na = []", ["peer a", "no address"]),
         ({}, {"ZC_N_CTZ": "1"}, "", ["`ZC_N_CTZ`", "did you mean `ZC_N_CTX`"]),
-        ({}, {"ZC_N_CTX": "many"}, "", ["ZC_N_CTX", "environment", "int", "'many'"]),
+        ({}, {"ZC_N_CTX": "many"}, "", ["ZC_N_CTX", "environment", "expected a whole number, not 'many'"]),
         ({}, {"ZC_N_CTX": "31"}, "", ["ZC_N_CTX", ">= 32"]),
-        ({}, {"ZC_ALLOW_FALLBACK": "maybe"}, "", ["ZC_ALLOW_FALLBACK", "bool"]),
+        ({}, {"ZC_ALLOW_FALLBACK": "maybe"}, "", ["ZC_ALLOW_FALLBACK", "expected true or false, not 'maybe'"]),
         ({"role": "both"}, {}, "", ["--role", "prefill, decode, prefill+decode", "'both'"]),
         ({"queue_s": "nan"}, {}, "", ["--queue-s"]),
         ({"queue_s": "inf"}, {}, "", ["--queue-s"]),
         ({"threads": "-1"}, {}, "", ["--threads", ">= 0"]),
         ({"name": "a b"}, {}, "", ["--name"]),
-        ({"peers": ["a"]}, {}, "", ["--peer", "NAME=HOST:PORT"]),
+        ({"peers": ["a"]}, {}, "", ["--peer", "NAME=HOST:PORT, not 'a'"]),
         ({"peers": ["a=x"]}, {}, "", ["peer a", "x"]),
         ({"listen": "nowhere"}, {}, "", ["listen", "nowhere"]),
         ({"http": "::1:80"}, {}, "", ["http", "[ipv6]"]),
         ({"page_tokens": "100"}, {}, "", ["page_tokens 100", "chunk_tokens 256"]),
         ({"page_tokens": "512"}, {}, "", ["page_tokens 512", "chunk_tokens 256"]),
+        ({"chunk_tokens": "512", "n_ctx": "256"}, {}, "", ["chunk_tokens 512 exceeds n_ctx 256", "--chunk-tokens"]),
+        ({"model": "/"}, {}, "", ["model / is no file"]),
         ({"model": "/absent.gguf"}, {}, "", ["/absent.gguf", "does not exist"]),
         ({"model": ""}, {}, "", ["--model"]),
         ({"api_key": "ä"}, {}, "", ["API key", "ASCII"]),

@@ -127,7 +127,7 @@ class KeyStore:
         try:
             (self._trusted / f"{name}.pem").unlink()
         except FileNotFoundError:
-            raise LinkError("unknown-peer", f"no peer is trusted as {name}: see `zc-handoff keys show`") from None
+            raise LinkError("unknown-peer", f"no peer is trusted as {name}: see `zc-handoff keys list`") from None
 
     def peer_of(self, der: bytes | None) -> str | None:
         """Whose certificate this is; None for a stranger's."""

@@ -233,12 +233,10 @@ class QuicLink:
             said = reason if reason.isprintable() and reason else "unknown"
             return LinkError(f"peer-closed/{said}", f"{self.peer} closed the link: {said}")
         if why == lib.QUIC_CLOSED_UNTRUSTED:
-            return LinkError(
-                "wrong-key",
-                f"{self.peer} showed a key that is not the one trusted: compare `zc-handoff keys show` there",
-            )
+            hint = "compare `zc-handoff keys show --json` there with `keys list` here"
+            return LinkError("wrong-key", f"{self.peer} showed a key that is not the one trusted: {hint}")
         if why == lib.QUIC_CLOSED_REFUSED and _CRYPTO_ERROR <= code < 2 * _CRYPTO_ERROR:
-            hint = "is this host's key trusted there? See `zc-handoff keys show`"
+            hint = "is this host's key trusted there? Compare `keys list` there with `keys show --json` here"
             return LinkError("refused", f"{self.peer} refused the handshake (TLS alert {code - _CRYPTO_ERROR}): {hint}")
         if why == lib.QUIC_CLOSED_SILENT:
             silent = f"{self.peer} was silent for {self._host.timing.dead_s:g} s: check host and path"

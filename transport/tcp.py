@@ -87,7 +87,7 @@ class TcpEndpoint:
             if isinstance(error, TimeoutError):
                 raise LinkError("unreachable", f"{peer} at {address} did not complete its greeting in time") from error
             if isinstance(error, LinkError) and error.reason == "connection-lost":
-                hint = "is this host's key trusted there? See `zc-handoff keys show`"
+                hint = "is this host's key trusted there? Compare `keys list` there with `keys show --json` here"
                 raise LinkError("refused", f"{peer} at {address} hung up during the greeting: {hint}") from error
             if isinstance(error, OSError):
                 raise LinkError("unreachable", f"{peer} at {address}: bulk connection failed ({error})") from error
@@ -127,9 +127,8 @@ class TcpEndpoint:
                 ssl_shutdown_timeout=1.0,
             )
         except ssl.SSLCertVerificationError as error:
-            raise LinkError(
-                "wrong-key", f"{whom} showed a key that is not the one trusted: compare `zc-handoff keys show` there"
-            ) from error
+            hint = "compare `zc-handoff keys show --json` there with `keys list` here"
+            raise LinkError("wrong-key", f"{whom} showed a key that is not the one trusted: {hint}") from error
         except OSError as error:
             raise LinkError("refused", f"{whom} ended the TLS handshake ({error}): is it zc-handoff?") from error
 

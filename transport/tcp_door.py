@@ -75,7 +75,10 @@ class Door:
             sock.listen(_BACKLOG)
         except OSError as error:
             sock.close()
-            raise LinkError("cannot-listen", f"cannot listen on {address} ({error}): choose another address") from error
+            hint = "is a daemon running there already? Else choose another address"
+            raise LinkError(
+                "cannot-listen", f"cannot listen on {address}: {error.strerror or error}: {hint}"
+            ) from error
         self._watch(sock)
         return from_socket(sock.getsockname())
 

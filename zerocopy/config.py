@@ -407,13 +407,14 @@ def _convert(setting: Setting, value: object, where: str) -> object:
     source = f"{setting.flag} on the command line" if where == "command line" else source
     strict = where not in ("environment", "command line")
     try:
+        parsed = value
         if setting.name == "peers":
-            value = _peers(value)
+            parsed = _peers(value)
         if setting.name == "api_keys":
-            value = _tenant_keys(value)
-        return msgspec.convert(value, setting.type, strict=strict, dec_hook=_path)
+            parsed = _tenant_keys(value)
+        return msgspec.convert(parsed, setting.type, strict=strict, dec_hook=_path)
     except msgspec.ValidationError as error:
-        shown = "" if setting.name in ("api_key", "api_keys") else f", not {value!r}"
+        shown = "" if setting.name in ("api_key", "api_keys") else f", not {_shown(value)}"
         raise ConfigError(f"{source}: expected {_wanted(setting, error)}{shown}") from error
 
 
@@ -421,7 +422,21 @@ def _wanted(setting: Setting, error: msgspec.ValidationError) -> str:
     choices = literal_choices(setting)
     if choices:
         return f"one of {', '.join(choices)}"
-    return str(error).split(" - at ")[0].split(", got ")[0].removeprefix("Expected ")
+    if setting.name == "peers" and not str(error).startswith("Expected NAME="):
+        return 'NAME = "HOST:PORT" or a list of such addresses for each peer'
+    words = str(error).split(" - at ")[0].split(", got ")[0].removeprefix("Expected ")
+    for kind, said in _KINDS.items():
+        words = words.replace(f"`{kind}`", said)
+    return words
+
+
+# What msgspec calls them, and what people write.
+_KINDS: Final = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
+
+
+def _shown(value: object) -> str:
+    """As it was written: flags that may be repeated come as a list."""
+    return ", ".join(map(repr, value)) if isinstance(value, list | tuple) else repr(value)
 
 
 def literal_choices(setting: Setting) -> tuple[str, ...]:
@@ -473,7 +488,8 @@ def _complete(config: DaemonConfig) -> DaemonConfig:
     if config.model is None:
         raise ConfigError('no model: give --model FILE, set ZC_MODEL, or write model = "FILE" in the TOML file')
     if not config.model.is_file():
-        raise ConfigError(f"model {config.model} does not exist: `zc-handoff model make` writes tiny ones to try")
+        what = "is no file" if config.model.exists() else "does not exist"
+        raise ConfigError(f"model {config.model} {what}: `zc-handoff model make` writes tiny ones to try")
     addresses = [("listen", config.listen), ("http", config.http)]
     addresses += [("advertise", config.advertise)] if config.advertise else []
     for name, many in config.peers.items():
@@ -486,6 +502,10 @@ def _complete(config: DaemonConfig) -> DaemonConfig:
         raise ConfigError(
             f"page_tokens {config.page_tokens} does not divide chunk_tokens {config.chunk_tokens}: "
             f"set --page-tokens to {config.chunk_tokens} or a divisor of it"
+        )
+    if config.chunk_tokens > config.n_ctx:
+        raise ConfigError(
+            f"chunk_tokens {config.chunk_tokens} exceeds n_ctx {config.n_ctx}: lower --chunk-tokens or raise --n-ctx"
         )
     if config.kv_tokens and config.kv_tokens < config.n_ctx:
         raise ConfigError(

@@ -81,6 +81,8 @@ def test_the_command_for_the_other_side_survives_a_shell() -> None:
         (["--codec", "zip"], "codec `zip` is none of"),
         (["--connect", "127.0.0.1:1"], "needs --peer NAME"),
         (["--connect", "127.0.0.1:1", "--listen", "127.0.0.1:0"], "not both"),
+        (["--plot", "sweep.png"], "it draws SVG only: call the file sweep.svg"),
+        (["--plot", "/absent/sweep.svg"], "there is no folder /absent"),
     ],
 )
 def test_wrong_usage_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -134,3 +135,20 @@ def test_colour_follows_the_terminal(capsys: pytest.CaptureFixture[str]) -> None
     assert main.run(["doctor", "--keys", "/absent"]) in (0, 1)
     captured = capsys.readouterr()
     assert "\x1b" not in captured.out + captured.err
+
+
+@pytest.mark.parametrize("door", ["--listen", "--http"])
+def test_a_port_in_use_is_named_with_what_to_do_and_nothing_is_left(door: str, tmp_path: Path) -> None:
+    keys, model = tmp_path / "keys", tmp_path / "m.gguf"
+    assert main.run(["keys", "new", "one", "--keys", str(keys)]) == 0
+    model.touch()  # no engine is started before both doors are open
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        flags = {"--listen": "127.0.0.1:0", "--http": "127.0.0.1:0", door: taken}
+        words = [word for pair in flags.items() for word in pair]
+        done = subprocess.run(
+            [sys.executable, "-m", "zerocopy", "daemon", "--model", str(model), "--keys", str(keys), *words],
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+    assert f"{taken}: Address already in use: is a daemon running there already? Else choose another" in done.stderr

@@ -249,6 +249,13 @@ def test_a_field_with_a_bad_value_is_named(field: str, value: object) -> None:
     run(check())
 
 
+@on_uvloop
+async def test_a_number_out_of_bounds_is_answered_with_both_values() -> None:
+    async with open_door() as door:
+        reply = await door.post(COMPLETION | {"temperature": 9})
+    assert reply.error["message"] == "temperature: Expected `float` <= 2.0, not 9"
+
+
 @pytest.mark.parametrize(
     ("field", "off", "on"),
     [
@@ -426,6 +433,7 @@ async def test_unknown_paths_and_methods_answer_in_openais_shape() -> None:
         assert ((await door.get("/")).status, (await door.get("/")).error["code"]) == (404, "unknown-path")
         reply = await door.get("/v1/completions")
         assert (reply.status, reply.error["code"], reply.headers["Allow"]) == (405, "method-not-allowed", "POST")
+        assert "use POST" in reply.error["message"]
 
 
 @on_uvloop

@@ -24,6 +24,18 @@ app = typer.Typer(
 )
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
+
+def _plot_file(path: Path | None) -> Path | None:
+    """Before anything is measured: a minute's sweep is not to end with a file that nobody can read or write."""
+    if path is not None and path.suffix.lower() != ".svg":
+        raise CliError(f"--plot {path}: it draws SVG only: call the file {path.with_suffix('.svg')}", ExitCode.USAGE)
+    if path is not None and not path.absolute().parent.is_dir():
+        raise CliError(f"--plot {path}: there is no folder {path.parent}: make it first", ExitCode.USAGE)
+    return path
+
+
+Plot = Annotated[Path | None, typer.Option(help="Also draw it, as SVG.", metavar="FILE.svg", callback=_plot_file)]
+
 _LINK_HELP: Final = """Measure how fast pages move, over streams x record size x page size, encrypted as in service.
 
 With neither --listen nor --connect, both ends are on this machine. Between two machines that trust each other's keys:
@@ -66,7 +78,7 @@ def link(
         Literal["tcp", "quic"], typer.Option(help="Over QUIC: no streams, records and codecs, but --datagram.")
     ] = "tcp",
     datagram: Annotated[str, typer.Option(help="QUIC datagram sizes.", metavar="BYTES,...")] = "1452,8900",
-    plot: Annotated[Path | None, typer.Option(help="Also draw it, as SVG.", metavar="FILE")] = None,
+    plot: Plot = None,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
     json: Json = False,
 ) -> None:
@@ -79,7 +91,7 @@ def link(
         b.listen(open_store(keys).directory, listen, lambda commands: _announce(commands), with_parent=with_parent)
         return
     if connect and not peer:
-        raise CliError("--connect needs --peer NAME: the name of its key among `zc-handoff keys show`", ExitCode.USAGE)
+        raise CliError("--connect needs --peer NAME: the name of its key in `zc-handoff keys list`", ExitCode.USAGE)
     plan = b.Plan(
         _numbers(streams) if streams else b.Plan().streams, _numbers(record_kib, 1024), _numbers(page_kib, 1024),
         _codecs(codec), _numbers(rate_cap_gbps, 10**9), seconds, rounds,
@@ -121,7 +133,7 @@ def serve(
     slo_ttft: Annotated[float, typer.Option(help="Seconds to the first token that goodput allows.", min=0)] = 2.0,
     slo_tpot: Annotated[float, typer.Option(help="Seconds per further token that goodput allows.", min=0)] = 0.1,
     seed: Annotated[int, typer.Option(help="Same seed, same load.")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="Also draw it, as SVG.", metavar="FILE")] = None,
+    plot: Plot = None,
     json: Json = False,
 ) -> None:
     """Put open-loop load on an OpenAI endpoint: requests come when they come, answered or not."""

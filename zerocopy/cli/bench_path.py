@@ -172,8 +172,9 @@ def _link(plan: PathPlan, folder: Path, step: Callable[[str], None]) -> bench_li
 def _pair(hosts: Hosts, model: Path, descriptor: Descriptor, plan: PathPlan, tokens: int) -> tuple[Host, Host]:
     """A prefiller and a decoder that are up and joined."""
     write_descriptor(model, descriptor)
+    n_ctx = max(plan.chunk_tokens, tokens + 1 + WARM_UP_TOKENS)
     flags = [
-        "--model", str(model), "--n-ctx", str(tokens + 1 + WARM_UP_TOKENS), "--chunk-tokens", str(plan.chunk_tokens),
+        "--model", str(model), "--n-ctx", str(n_ctx), "--chunk-tokens", str(plan.chunk_tokens),
         "--page-tokens", str(plan.page_tokens), "--ring-mib", str(plan.ring_mib), "--rings", "1", "--transfer-s", "600",
     ]  # fmt: skip
     source = hosts.add("prefiller", ["--role", "prefill", *flags])

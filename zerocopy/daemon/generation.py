@@ -248,7 +248,7 @@ class _Session:
                 async with asyncio.timeout(self.deadline - time.monotonic()):
                     await self._hand_off(self._decision.prefiller)
             except TimeoutError:
-                raise _late() from None
+                raise self._late() from None
             self._service.lanes.leave_group(self._ticket)
         if self._placement == "local":
             self._job = self._service.worker.open_job()
@@ -261,6 +261,10 @@ class _Session:
         """Free whatever is held, at any stage."""
         if self._job is not None:
             await self._job.release()
+
+    def _late(self) -> RequestError:
+        limit = f"{self._service.config.request_s:g} s (--request-s)"
+        return RequestError("request-deadline", f"the answer did not end within {limit}", 504)
 
     # -- the state -----------------------------------------------------------------------------------------
 
@@ -334,7 +338,7 @@ class _Session:
                     return
                 yield Delta(message.text, message.tokens, message.logprob)
         except TimeoutError:
-            raise _late() from None
+            raise self._late() from None
         finally:
             timer.cancel()
 
@@ -377,10 +381,6 @@ class _Session:
         else:
             timings["prompt_tokens_evaluated_here"] = len(self._tokens)
         return timings
-
-
-def _late() -> RequestError:
-    return RequestError("request-deadline", "the request ran out of time", 504)
 
 
 def handoff_figures(trace: Trace) -> dict[str, object]:

@@ -391,7 +391,11 @@ def _http_error(error: web.HTTPException) -> RequestError:
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return RequestError("body-too-large", f"the body is larger than {MAX_BODY_BYTES} bytes", 413)
     if isinstance(error, web.HTTPMethodNotAllowed):
-        return RequestError("method-not-allowed", f"{error.method} is not allowed here", 405)
+        return RequestError(
+            "method-not-allowed",
+            f"{error.method} is not allowed here: use {' or '.join(sorted(error.allowed_methods))}",
+            405,
+        )
     if isinstance(error, web.HTTPNotFound):
         return RequestError("unknown-path", "no such path: see /v1/completions, /v1/chat/completions, /v1/status", 404)
     return RequestError("http", error.reason, error.status)

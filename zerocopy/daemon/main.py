@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
@@ -101,7 +102,10 @@ async def _bind(config: DaemonConfig, core: Core, endpoint: BothEndpoints) -> we
     try:
         runner, http = await start(make_app(core, config), config.http)
     except OSError as error:
-        raise OSError(f"cannot serve HTTP on {config.http}: {error.strerror or error}") from error
+        # uvloop's own words repeat the address; a name that does not resolve has no errno of the system's.
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
+        hint = "is a daemon running there already? Else choose another --http"
+        raise OSError(f"cannot serve HTTP on {config.http}: {why}: {hint}") from error
     log_event("listening", address=bound, detail=f"HTTP on http://{http}")
     return runner
 

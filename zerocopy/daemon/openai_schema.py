@@ -181,7 +181,9 @@ def parse(data: bytes, kind: type[Body]) -> Body:
     except msgspec.ValidationError as error:
         message, _, path = str(error).replace(" - at `key` in `$", " - at `$").partition(" - at `$")
         field = path.strip(".`") or None
-        raise bad_field(field or "", f"{field}: {message}" if field else message) from error
+        value = served.get(field) if field else None
+        given = f", not {value}" if isinstance(value, int | float) else ""  # numbers only: other values may be long
+        raise bad_field(field or "", f"{field}: {message}{given}" if field else message) from error
 
 
 def _is_served(name: str, value: Any, kind: type[_Body]) -> bool:

@@ -177,7 +177,7 @@ def _check_options(options: LlamaOptions) -> None:
                 ),
                 (
                     options.chunk_tokens > options.n_ctx,
-                    f"chunk_tokens {options.chunk_tokens} exceeds n_ctx {options.n_ctx}",
+                    f"chunk_tokens {options.chunk_tokens} exceeds n_ctx {options.n_ctx}: lower one or raise the other",
                 ),
                 (
                     not 1 <= options.sequences <= MAX_LIVE_SEQUENCES,
@@ -191,7 +191,7 @@ def _check_options(options: LlamaOptions) -> None:
                 (options.kv_type_v not in KV_TYPES, f"KV type {options.kv_type_v} is none of {', '.join(KV_TYPES)}"),
                 (
                     options.batch_invariant and not options.flash_attention,
-                    "without flash attention results depend on the batch: switch it on, or --batch-invariant off",
+                    "without flash attention results depend on the batch: switch it on, or give --no-batch-invariant",
                 ),
                 (
                     options.kv_type_v == "q8_0" and not options.flash_attention,
