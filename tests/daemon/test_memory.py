@@ -12,7 +12,7 @@ from native.ring import Ring, RingHandle
 from native.slab import Slab, SlabHandle
 from zerocopy.daemon import memory as daemon_memory
 from zerocopy.daemon.memory import FEWEST_SLABS, Lease, SharedMemory
-from zerocopy.handoff.components import Component, ComponentSpec, StateSchema
+from zerocopy.handoff.components import HEADER_BYTES, Component, ComponentSpec, StateSchema
 
 RING = 1 << 16
 DENSE = StateSchema("llama", (ComponentSpec(Component.ATTENTION_KV, True, (64,)),))
@@ -134,6 +134,14 @@ def test_there_is_a_slab_for_every_ring_while_they_are_within_their_bytes(monkey
         leases[0].end()
         assert shared.lend("landing", 9) is not None
         shared.close()
+
+
+def test_there_is_room_for_a_page_as_large_as_a_landing_ring_takes(memory: SharedMemory) -> None:
+    memory.attach(DENSE)
+    ring = lend(memory).ring
+    assert ring.claim(HEADER_BYTES + memory.page_room()) is not None
+    with pytest.raises(NativeError):
+        ring.claim(HEADER_BYTES + memory.page_room() + 1)
 
 
 def test_what_is_lent_is_what_is_reserved(memory: SharedMemory) -> None:

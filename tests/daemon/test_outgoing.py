@@ -355,7 +355,7 @@ def test_a_prompt_that_cannot_be_served_is_refused_with_the_reason(
 def test_a_page_larger_than_this_hosts_own_ring_takes_is_refused_by_name(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with staged(tmp_path) as stage:
-            facts = msgspec.structs.replace(FACTS, page_tokens=256)
+            facts = msgspec.structs.replace(FACTS, chunk_tokens=256, page_tokens=256)
             stage.host.worker.facts = facts
             stage.ask(prompt=pack_tokens([1] * 300))
             await stage.reserved()
@@ -376,6 +376,33 @@ def test_a_reservation_names_the_longest_page_of_what_may_gather(tmp_path: Path,
             stage.ask(prompt=pack_tokens([1] * 300))
             kv = FACTS.schema.components[0]
             assert (await stage.reserved()).largest_page == kv.page_bytes((0, 2), (0, tokens))
+
+    run(scenario())
+
+
+def test_pages_are_as_long_as_the_decoders_ring_takes(tmp_path: Path) -> None:
+    """Which may be smaller than this host's. The worker that makes them is told too."""
+
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.host.worker.facts = msgspec.structs.replace(FACTS, page_bytes=1 << 20)
+            stage.ask(prompt=pack_tokens([1] * 300), largest_page=10_000)
+            task = await stage.granted()
+            kv = FACTS.schema.components[0]
+            assert (await stage.reserved()).largest_page == kv.page_bytes((0, 2), (0, 51))
+            assert task.largest_page == 10_000
+
+    run(scenario())
+
+
+def test_a_decoder_whose_ring_takes_no_page_at_all_is_refused_by_name(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.ask(largest_page=100)
+            await until(lambda: stage.aborts() == ["page-too-large"])
+            message = stage.decoder.all(Abort)[-1].message
+            assert "the decoder's rings" in message and "a ring takes 100" in message and "--ring-mib" in message
+            await until(stage.host.nothing_held)
 
     run(scenario())
 

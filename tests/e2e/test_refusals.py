@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -19,6 +20,7 @@ from tests.e2e.pair import (
     ENGINE,
     Pair,
     ask,
+    assert_disaggregated,
     assert_nothing_held,
     assert_still_exact,
     error_of,
@@ -28,6 +30,7 @@ from tests.e2e.pair import (
 )
 from zerocopy.cli.hosts import Host, Hosts
 from zerocopy.handoff.components import Component
+from zerocopy.runtime.synthetic import SUFFIX, Descriptor, write_descriptor
 
 ENGINES: Final = "xllamacpp 2025.1.1, llama.cpp 0.5.0, blob 0.5"
 TOKENIZER: Final = "00" * 32
@@ -192,17 +195,24 @@ def _moved(pair: Pair) -> list[float]:
 BIG_PAGES: Final = ("--chunk-tokens", "512", "--page-tokens", "512")
 
 
-def test_pages_that_do_not_fit_a_decoders_ring_are_refused_by_name(start_pair: StartPair, transport: str) -> None:
-    """Field report: page sizes. Neither worker dies of it."""
-    flags = {"prefill_flags": [*BIG_PAGES, "--ring-mib", "8"], "decode_flags": BIG_PAGES}
-    with start_pair("llama", transport=transport, **flags) as pair:
-        refused = ask(pair.decoder, prompt_of(600), "disaggregated")
-        code, message = error_of(refused)
-        assert code == "page-too-large"
-        assert "the decoder's ring takes" in message and "--ring-mib" in message
-        assert_nothing_held(pair.prefiller, pair.decoder)
-        assert_still_exact(pair)
-        assert [host.status()["worker"]["restarts"] for host in (pair.prefiller, pair.decoder)] == [0, 0]
+def test_a_prefiller_makes_its_pages_fit_the_decoders_ring(start_pair: StartPair, transport: str) -> None:
+    """Field report: page sizes."""
+    flags = ["--page-tokens", "0", "--ring-mib", "8"]
+    with start_pair("llama", transport=transport, prefill_flags=flags) as pair:
+        assert_still_exact(pair, 1000)
+
+
+@pytest.mark.parametrize("ring_mib", [8, 40])
+def test_hosts_whose_rings_differ_need_no_setting_for_it(start_pair: StartPair, tmp_path: Path, ring_mib: int) -> None:
+    """Pages of 8 MiB, and of 16 behind a full ring, are what a prefiller with a ring of 64 makes of this state."""
+    model = tmp_path / f"large{SUFFIX}"
+    write_descriptor(model, Descriptor("small"))  # 2 KiB a token
+    engine = ["--n-ctx", "32768", "--chunk-tokens", "4096", "--rings", "1"]
+    with start_pair(model=model, engine=engine, decode_flags=["--ring-mib", str(ring_mib)]) as pair:
+        moved = ask(pair.decoder, prompt_of(24_000), "disaggregated")
+        assert_disaggregated(moved)
+        wire = pair.prefiller.trace(moved.body["timings"]["handoff"]["id"])["wire"]
+        assert ring_mib << 17 < max(span[2] for span in wire if span[3] == "attention KV") < ring_mib << 18
 
 
 def test_a_prefiller_makes_its_pages_fit_its_own_ring(start_pair: StartPair, transport: str) -> None:

@@ -20,11 +20,13 @@ from zerocopy.handoff.machine import Action, Ended, Outcome, Send
 from zerocopy.handoff.sink import SinkHandoff
 
 WINDOW = 1 << 20
+PAGE_ROOM = 360_000
 
 
 def minted(*, probe: bool = True, schema: StateSchema = SCHEMA, prompt: list[int] = PROMPT) -> SinkHandoff:
     return SinkHandoff(
-        HANDOFF, IDENTITY, schema, prompt, tenant="anna", probe=probe, queue_deadline_s=10.0, now=100.0
+        HANDOFF, IDENTITY, schema, prompt,
+        tenant="anna", probe=probe, queue_deadline_s=10.0, now=100.0, page_room=PAGE_ROOM,
     )  # fmt: skip
 
 

@@ -64,6 +64,7 @@ def prefill(**changes: object) -> Prefill:
         "tenant": "anna",
         "queue_deadline_s": 10.0,
         "probe": True,
+        "largest_page": 16_777_024,
     }
     return Prefill(**{**fields, **changes})  # type: ignore[arg-type]
 

@@ -136,6 +136,8 @@ def test_an_id_that_is_not_16_bytes_is_refused(length: int) -> None:
         ("prefill", "queue_deadline_s", float("nan")),
         ("prefill", "queue_deadline_s", float("inf")),
         ("prefill", "queue_deadline_s", 0.0),
+        ("prefill", "largest_page", 0),
+        ("prefill", "largest_page", (1 << 32) + 1),
         ("grant", "deadline_s", -1.0),
         ("reject", "reason", "not a slug"),
         ("reject", "reason", "slug\n"),
@@ -154,6 +156,14 @@ def test_an_id_that_is_not_16_bytes_is_refused(length: int) -> None:
 def test_a_field_beyond_its_bound_is_refused_by_name(name: str, field: str, value: object) -> None:
     with pytest.raises(RemoteProtocolError, match=field):
         m.decode(wire({**as_map(MESSAGES[name]), field: value}))
+
+
+def test_a_decoder_that_does_not_say_how_large_a_page_may_be_takes_any() -> None:
+    """H9."""
+    fields = as_map(MESSAGES["prefill"])
+    del fields["largest_page"]
+    message = m.decode(wire(fields))
+    assert isinstance(message, m.Prefill) and message.largest_page == 1 << 32
 
 
 def test_a_schema_from_the_wire_is_bounded_too() -> None:

@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 
-from tests.handoff.decoder import ended, land, landing, messages, minted, offered, reserved
+from tests.handoff.decoder import PAGE_ROOM, ended, land, landing, messages, minted, offered, reserved
 from tests.handoff.scene import (
     EPOCH,
     HANDOFF,
@@ -38,6 +38,7 @@ def test_the_offer_carries_the_whole_prompt_and_this_hosts_identity() -> None:
     assert isinstance(offer, m.Prefill)
     assert m.unpack_tokens(offer.prompt) == PROMPT
     assert (offer.identity, offer.tenant, offer.queue_deadline_s, offer.probe) == (IDENTITY, "anna", 10.0, True)
+    assert offer.largest_page == PAGE_ROOM
 
 
 def test_a_fitting_reserve_waits_for_landing_memory() -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.daemon.worker_double import FACTS
 from zerocopy.handoff.components import HEADER_BYTES, RECORD_OVERHEAD, Component, ComponentSpec, StateSchema
 from zerocopy.runtime.base import EngineError, EngineFacts
-from zerocopy.runtime.pages import PAGE_BYTES, longest, most_page_bytes, page_tokens, span, state_bytes
+from zerocopy.runtime.pages import PAGE_BYTES, fitted, longest, most_page_bytes, page_tokens, span, state_bytes
 
 RING = most_page_bytes(64 << 20)
 
@@ -95,6 +95,33 @@ def test_a_late_page_is_as_long_as_a_ring_takes_and_the_engine_moves_as_one() ->
 def test_no_page_of_what_the_next_chunk_overwrites_is_late() -> None:
     kv, _, facts = with_mtp(1024, export_before_next_chunk=True)
     assert longest(kv, msgspec.structs.replace(facts, page_bytes=RING)) == 1024
+
+
+@pytest.mark.parametrize("ring_mib", [1, 8, 33, 40, 63])
+def test_pages_for_a_decoder_with_a_smaller_ring_are_as_long_as_that_ring_takes(ring_mib: int) -> None:
+    kv, mtp, own = with_mtp(1024)
+    own = msgspec.structs.replace(own, chunk_tokens=1024, page_bytes=RING)
+    most = most_page_bytes(ring_mib << 20)
+    theirs = fitted(own, most)
+    assert theirs.chunk_tokens % theirs.page_tokens == 0 and theirs.page_tokens <= span(mtp, theirs)
+    for spec in (kv, mtp):
+        tokens = longest(spec, theirs)
+        assert spec.page_bytes((0, 1), (0, tokens)) <= most < spec.page_bytes((0, 1), (0, tokens + 1))
+    assert (theirs.page_tokens == 1024) == (ring_mib >= 33)
+
+
+def test_pages_for_a_decoder_with_a_larger_ring_stay_as_they_are() -> None:
+    _, _, own = with_mtp(1024)
+    for page_bytes in (0, RING):
+        facts = msgspec.structs.replace(own, chunk_tokens=1024, page_bytes=page_bytes)
+        assert fitted(facts, most_page_bytes(256 << 20)) == facts
+
+
+def test_a_decoder_whose_ring_takes_no_token_is_refused_with_both_values() -> None:
+    _, _, own = with_mtp(1024)
+    with pytest.raises(EngineError, match="one token of this model has 8192 bytes, a ring takes 8191") as error:
+        fitted(own, 8191)
+    assert error.value.reason == "page-too-large"
 
 
 def with_mtp(mtp_bytes: int, longest: int = 1 << 24, **facts: bool) -> tuple[ComponentSpec, ComponentSpec, EngineFacts]:

@@ -170,6 +170,22 @@ def test_what_gathers_behind_a_full_ring_leaves_in_pages_as_long_as_the_ring_tak
         assert ends[Component.MTP_KV] <= ends[Component.ATTENTION_KV]
 
 
+def test_no_page_is_longer_than_the_decoder_takes(stage: OpenStage) -> None:
+    """Neither what leaves in time nor what gathers behind a full ring."""
+    play = stage(EVERYTHING, ring_bytes=96 << 10)
+    spec = play.facts.schema.spec(Component.ATTENTION_KV)
+    assert spec is not None and play.facts.page_tokens == 16
+    longest = []
+    for late in (False, True):
+        pages = play.exported(prompt(400), late=late, largest_page=spec.page_bytes((0, spec.layers), (0, 12)))
+        assert all(page.intact() for page in pages)
+        ranges = [page.header.tokens for page in pages if page.header.component is Component.ATTENTION_KV]
+        longest.append(max(end - start for start, end in ranges))
+        play.outbox.messages.clear()
+        play.source.clear()
+    assert longest == [8, 12]
+
+
 def test_a_model_that_overwrites_old_cells_waits_for_the_ring_before_its_next_chunk(stage: OpenStage) -> None:
     play = stage("llama", ring_bytes=64 << 10)
     job = play.prefill(prompt(200), facts={"export_before_next_chunk": True})

@@ -293,6 +293,7 @@ class _Session:
         machine = SinkHandoff(
             handoff_id, facts.identity, facts.schema, self._tokens,
             tenant=self._request.tenant, probe=config.probe, queue_deadline_s=config.queue_s, now=time.monotonic(),
+            page_room=service.memory.page_room(),
         )  # fmt: skip
         handoff = Incoming(link, machine, service.worker, service.memory, self._tokens)
         self._job, self._trace = service.worker.open_job(), handoff.trace

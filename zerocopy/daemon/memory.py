@@ -16,7 +16,7 @@ from native.ring import Ring, Side
 from native.slab import Slab
 from zerocopy.daemon.admission import Admission
 from zerocopy.daemon.telemetry import log_event
-from zerocopy.handoff.components import StateSchema
+from zerocopy.handoff.components import HEADER_BYTES, MAX_PAGE_BYTES, StateSchema
 from zerocopy.worker import protocol as p
 
 # One slab a ring, so that as many handoffs of a recurrent model run at once, while a side's slabs stay within this;
@@ -163,6 +163,10 @@ class SharedMemory:
         """How many handoffs can have memory of that side at once; 0 before the engine is up."""
         side = self._sides.get(name)
         return 0 if side is None else min(len(side.rings), len(side.slabs) or len(side.rings))
+
+    def page_room(self) -> int:
+        """Bytes of the largest payload that a landing ring takes as one page; there is one once the engine is up."""
+        return min(self._sides["landing"].rings[0].max_record - HEADER_BYTES, MAX_PAGE_BYTES)
 
     def recover(self) -> None:
         """The worker died: end what it left open in memory that is still lent."""

@@ -29,8 +29,8 @@ from zerocopy.handoff.errors import HandoffError
 from zerocopy.handoff.messages import Abort, HandoffMessage, Prefill, encode, unpack_tokens
 from zerocopy.handoff.seen import SeenIds
 from zerocopy.handoff.source import SourceHandoff
-from zerocopy.runtime.base import EngineFacts
-from zerocopy.runtime.pages import longest, paged
+from zerocopy.runtime.base import EngineError, EngineFacts
+from zerocopy.runtime.pages import fitted, longest, paged
 from zerocopy.worker import protocol as p
 
 # A peer may queue this many prompts here before it is refused: the queue deadline bounds time, this bounds memory.
@@ -61,12 +61,12 @@ class _Page:
 class Outgoing(HandoffHalf[SourceHandoff]):
     """One handoff leaving this host."""
 
-    def __init__(self, service: OutgoingService, link: Link, prefill: Prefill) -> None:
-        facts = service.worker.facts
-        assert facts is not None
+    def __init__(self, service: OutgoingService, link: Link, prefill: Prefill, facts: EngineFacts) -> None:
+        """`facts` are fitted to the decoder's ring."""
         self._service = service
         self._tokens = unpack_tokens(prefill.prompt)
         self._schema = facts.schema
+        self._page_room = prefill.largest_page
         sizes = (_largest_page(spec, facts, len(self._tokens)) for spec in facts.schema.components)
         self._largest_page = max(sizes)
         now = time.monotonic()
@@ -143,6 +143,7 @@ class Outgoing(HandoffHalf[SourceHandoff]):
                     slab=lease.slab_index,
                     probe=self.machine.probe,
                     lane=self._ticket.lane,
+                    largest_page=self._page_room,
                 )
             )
             while not self.machine.over:
@@ -325,7 +326,12 @@ class OutgoingService:
             have, want = self.worker.facts.n_ctx, prefill.tokens
             self.refuse(link, prefill, "context-length", f"the prefiller holds {have} tokens, the prompt has {want}")
         else:
-            self._queue(link, prefill, self.worker.facts)
+            try:
+                facts = fitted(self.worker.facts, prefill.largest_page)
+            except EngineError as error:
+                self.refuse(link, prefill, error.reason, f"the decoder's rings are too small: {error}")
+            else:
+                self._queue(link, prefill, facts)
 
     def _queue(self, link: Link, prefill: Prefill, facts: EngineFacts) -> None:
         self.lanes.open(min(facts.exporting_lanes, self.memory.leases("export")), facts.kv_tokens)
@@ -334,7 +340,7 @@ class OutgoingService:
         except Refused as error:
             self.refuse(link, prefill, error.reason, str(error))
             return
-        handoff = self._handoffs[prefill.handoff_id] = Outgoing(self, link, prefill)
+        handoff = self._handoffs[prefill.handoff_id] = Outgoing(self, link, prefill, facts)
         task = asyncio.create_task(handoff.run(ticket))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -66,7 +66,8 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
 
 class Prefill(Message, frozen=True, kw_only=True, tag="prefill"):
     """Decoder to prefiller: compute this prompt's state. `prompt` is u32 little endian per token; all but the last
-    are transferred. Seconds run on the prefiller's clock: the queue's from arrival, the transfer's from GRANT."""
+    are transferred. Seconds run on the prefiller's clock: the queue's from arrival, the transfer's from GRANT.
+    `largest_page` is the biggest payload that the decoder's landing ring takes as one page."""
 
     handoff_id: Id
     identity: Identity
@@ -74,6 +75,7 @@ class Prefill(Message, frozen=True, kw_only=True, tag="prefill"):
     tenant: Annotated[str, Meta(max_length=128)]
     queue_deadline_s: Seconds
     probe: bool = True
+    largest_page: Annotated[int, Meta(ge=1, le=MAX_PAGE_BYTES)] = MAX_PAGE_BYTES
 
     @property
     def tokens(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zerocopy.handoff.components import (
+    MAX_PAGE_BYTES,
     Component,
     Identity,
     PageHeader,
@@ -38,7 +39,8 @@ from zerocopy.handoff.states import Event, Role, State
 
 
 class SinkHandoff(Machine):
-    """One prompt handed to a prefiller. `handoff_id` must be 16 fresh random bytes."""
+    """One prompt handed to a prefiller. `handoff_id` must be 16 fresh random bytes; `page_room` is the biggest payload
+    that a landing record takes, in bytes."""
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class SinkHandoff(Machine):
         probe: bool,
         queue_deadline_s: float,
         now: float,
+        page_room: int = MAX_PAGE_BYTES,
     ) -> None:
         super().__init__(Role.SINK, handoff_id, queue_deadline_s, now)
         if len(prompt) < 2:
@@ -67,6 +70,7 @@ class SinkHandoff(Machine):
         self._schema = schema
         self._prompt = pack_tokens(prompt)
         self._tenant = tenant
+        self._page_room = page_room
         self._ledger: Ledger | None = None
         self._seed = 0
         self._imported = False
@@ -84,6 +88,7 @@ class SinkHandoff(Machine):
             tenant=self._tenant,
             queue_deadline_s=self._allowed_s,
             probe=self._probe,
+            largest_page=self._page_room,
         )
         return [Send(prefill)]
 

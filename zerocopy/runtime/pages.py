@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
+
 from zerocopy.handoff.components import HEADER_BYTES, RECORD_OVERHEAD, Component, ComponentSpec, StateSchema
 from zerocopy.runtime.base import EngineError, EngineFacts
 
@@ -42,6 +44,13 @@ def longest(spec: ComponentSpec, facts: EngineFacts) -> int:
     return max(span(spec, facts), min(1 + (facts.page_bytes - one) // (two - one), spec.max_page_tokens))
 
 
+def fitted(facts: EngineFacts, most_bytes: int) -> EngineFacts:
+    """The same engine as it exports for a decoder whose ring takes payloads of at most `most_bytes`: in shorter pages
+    where its own are longer. Raises EngineError where not even one token's page fits."""
+    tokens = page_tokens(facts.schema, facts.chunk_tokens, facts.page_tokens, most_bytes)
+    return msgspec.structs.replace(facts, page_tokens=tokens, page_bytes=min(facts.page_bytes, most_bytes))
+
+
 def state_bytes(spec: ComponentSpec, tokens: int, page_tokens: int) -> int:
     """Payload bytes of one component for a state of `tokens` tokens, in the pages that a handoff uses."""
     layers = (0, spec.layers)
@@ -69,7 +78,7 @@ def page_tokens(schema: StateSchema, chunk_tokens: int, wanted: int, most_bytes:
         ring_mib = -(-4 * (size(1) + RECORD_OVERHEAD + HEADER_BYTES) // (1 << 20))
         raise EngineError(
             "page-too-large",
-            f"a page of one token of this model has {size(1)} bytes, the rings take {most_bytes}: "
+            f"a page of one token of this model has {size(1)} bytes, a ring takes {most_bytes}: "
             f"start with --ring-mib {ring_mib}",
         )
     limit = most_bytes if wanted else min(PAGE_BYTES, most_bytes)

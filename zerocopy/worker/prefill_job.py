@@ -19,7 +19,7 @@ from native.ring import Ring
 from native.slab import Slab
 from zerocopy.handoff.components import HEADER_BYTES, Component, ComponentSpec, PageHeader, page_checksum
 from zerocopy.runtime.base import EngineError, EngineFacts, Lane, Output, Row
-from zerocopy.runtime.pages import longest, paged, span
+from zerocopy.runtime.pages import fitted, longest, paged, span
 from zerocopy.worker.protocol import ChunkDone, Prefill, Prefilled, SlabPart, SnapshotReady, Span, ToDaemon
 
 # One part of a snapshot on the wire: large enough to run at full speed, small enough that other pages get a turn.
@@ -50,7 +50,7 @@ class PrefillJob:
         # What is exported before the next slice ends with a page.
         self.whole_slices = facts.export_before_next_chunk
         self._message = message
-        self._facts = facts
+        self._facts = fitted(facts, message.largest_page)
         self._slab = slab
         self._send = send
         self._history = message.tokens[:-1]

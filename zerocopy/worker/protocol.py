@@ -18,6 +18,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from zerocopy.handoff.components import MAX_PAGE_BYTES
 from zerocopy.runtime.base import EngineFacts
 from zerocopy.worker.sampling import Sampling, TokenLogprob
 
@@ -62,8 +63,8 @@ class Tokenize(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True):
-    """Evaluate tokens[:-1] on a free lane of the prefill pool and export everything; evaluate tokens[-1] only as the
-    probe."""
+    """Evaluate tokens[:-1] on a free lane of the prefill pool and export everything, in pages of at most
+    `largest_page` bytes; evaluate tokens[-1] only as the probe."""
 
     job: int
     tokens: list[int]
@@ -74,6 +75,7 @@ class Prefill(msgspec.Struct, frozen=True, tag=True):
     slab: int | None
     probe: bool
     lane: int = 0
+    largest_page: int = MAX_PAGE_BYTES
 
 
 class Release(msgspec.Struct, frozen=True, tag=True):
