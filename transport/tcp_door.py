@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import ipaddress
 import socket
@@ -75,7 +76,10 @@ class Door:
             sock.listen(_BACKLOG)
         except OSError as error:
             sock.close()
-            hint = "is a daemon running there already? Else choose another address"
+            taken = error.errno == errno.EADDRINUSE
+            hint = (
+                "is a daemon running there already? Else choose another address" if taken else "give one of this host's"
+            )
             raise LinkError(
                 "cannot-listen", f"cannot listen on {address}: {error.strerror or error}: {hint}"
             ) from error

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from tests.daemon.front_door import STARTED, ScriptedService, failure, on_uvloop, open_door
+from zerocopy.cli import main
 from zerocopy.cli.bench_serve import Seen, Slo, Target, closed_loop, draw, open_loop, report
 from zerocopy.cli.workload import Arrival
 from zerocopy.daemon.requests import Delta, Finished
@@ -98,3 +99,30 @@ def test_the_picture_shows_the_run_and_its_failures() -> None:
 def test_nothing_seen_is_a_report_too() -> None:
     assert report([], SLO).requests == 0
     assert draw([], SLO).startswith("<svg")
+
+
+def command(url: str, *more: str) -> int:
+    return main.run(["bench", "serve", "--url", url, "--rate", "50", "--requests", "2", *more])
+
+
+@on_uvloop
+async def test_the_url_may_be_what_openais_clients_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+    async with open_door(ScriptedService([STARTED, Delta("a", 1), FINISHED])) as door:
+        assert await asyncio.to_thread(command, f"http://{door.address}/v1/") == 0
+    assert "2 completed" in capsys.readouterr().out
+
+
+@on_uvloop
+async def test_a_run_in_which_nothing_was_answered_has_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was code 0, also where no server was."""
+    async with open_door(ScriptedService([failure("queue-full")])) as door:
+        assert await asyncio.to_thread(command, f"http://{door.address}", "--json") == 1
+        captured = capsys.readouterr()
+        assert '"queue-full": 2' in captured.out and captured.err.count("\n") == 1
+    assert await asyncio.to_thread(command, f"http://{door.address}") == 3
+    assert "is a server there?" in capsys.readouterr().err
+
+
+def test_a_trace_that_is_not_there_is_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("http://127.0.0.1:9", "--trace", "/absent.csv") == 2
+    assert "/absent.csv is no file: give a trace" in capsys.readouterr().err

@@ -43,4 +43,5 @@ def test_nothing_measured_is_an_empty_chart() -> None:
 
 
 def test_the_axis_ends_at_a_short_number_at_or_above_the_highest_value() -> None:
+    assert _ceiling(0.0) == 1.0  # a panel of nothing had an axis to 1e-10
     assert [_ceiling(v) for v in (0.03, 0.72, 1.0, 13.0, 41.0, 81.0)] == [0.04, 0.8, 1.0, 20.0, 80.0, 100.0]

@@ -16,6 +16,7 @@ from rich.text import Text
 from zerocopy.cli.ending import temporary_folder
 from zerocopy.cli.screen import CliError, ExitCode, bytes_text, pairs, show, show_json, table
 from zerocopy.cli.workload import Arrival, Profile, TraceError, read_trace
+from zerocopy.config import Placement
 
 app = typer.Typer(
     name="bench",
@@ -128,7 +129,7 @@ def serve(
     shared: Annotated[float, typer.Option(help="Part of prompts whose first half is the same.", min=0, max=1)] = 0.0,
     longest: Annotated[int, typer.Option(help="Context of the server: lengths are cut to fit.", min=2)] = 4096,
     words: Annotated[int, typer.Option(help="Prompts are token ids below this.", min=1)] = 100,
-    placement: Annotated[str | None, typer.Option(help="Sent as x-zc-placement: local or disaggregated.")] = None,
+    placement: Annotated[Placement | None, typer.Option(help="Sent as x-zc-placement.")] = None,
     api_key: Annotated[str | None, typer.Option(help="Of the server.", envvar="ZC_API_KEY", show_envvar=False)] = None,
     slo_ttft: Annotated[float, typer.Option(help="Seconds to the first token that goodput allows.", min=0)] = 2.0,
     slo_tpot: Annotated[float, typer.Option(help="Seconds per further token that goodput allows.", min=0)] = 0.1,
@@ -148,7 +149,8 @@ def serve(
     load = w.limited(arrivals, seconds=seconds, requests=requests, longest=longest)
     if not load:
         raise CliError(f"nobody arrives within {seconds:g} s: raise --seconds or --rate", ExitCode.USAGE)
-    target = b.Target(url.rstrip("/"), api_key, {"x-zc-placement": placement} if placement else {}, words)
+    base = url.rstrip("/").removesuffix("/v1")  # as OpenAI's clients write it
+    target = b.Target(base, api_key, {"x-zc-placement": placement} if placement else {}, words)
     slo = b.Slo(slo_ttft, slo_tpot)
     with _progress(len(load)) as step:
         seen = asyncio.run(b.open_loop(target, load, step))
@@ -156,6 +158,11 @@ def serve(
         _write(plot, b.draw(seen, slo))
     result = b.report(seen, slo)
     show_json(result) if json else show(pairs(b.table_rows(result)))
+    if not result.completed:
+        nobody = set(result.failed) == {"connection"}
+        hint = "is a server there?" if nobody else "`failed` says why"
+        sentence = f"none of {result.requests} requests to {base} was completed: {hint}"
+        raise CliError(sentence, ExitCode.UNAVAILABLE if nobody else ExitCode.FAILED)
 
 
 def _trace(path: Path) -> list[Arrival]:
@@ -287,7 +294,8 @@ def _cells(row: Any) -> list[str]:
 
 def _named(row: Any) -> str:
     cut = f"{row.datagram_bytes} B datagrams" if row.datagram_bytes else f"{bytes_text(row.record_bytes)} records"
-    sizes = f"{row.streams} streams, {cut}, {bytes_text(row.page_bytes)} pages"
+    streams = "" if row.datagram_bytes else f"{row.streams} stream{'s' if row.streams > 1 else ''}, "
+    sizes = f"{streams}{cut}, {bytes_text(row.page_bytes)} pages"
     if row.ratios:
         sizes += "".join(f", {ratio:.2f} x {name}" for name, ratio in row.ratios.items())
     return f"{row.gbps:.2f} Gb/s with {sizes}"

@@ -30,7 +30,7 @@ import uvloop
 from transport.address import Address, parse
 from transport.frames import MAX_RECORD, MIN_RECORD
 from transport.keys import KeyStore
-from transport.link import Endpoint, Link, LinkError, LinkOwner
+from transport.link import Endpoint, Link, LinkOwner
 from transport.quic_choice import INSTALL, BothEndpoints, built
 from transport.tcp import DEFAULT_RECORD_BYTES, TcpEndpoint, stream_count
 from transport.tcp_link import MAX_STREAMS, TcpLink
@@ -424,7 +424,8 @@ def draw(report: Report) -> str:
     lines: dict[str, dict[int, Row]] = {}
     for row in rows:
         cap = f", {row.rate_cap_bps / 1e9:g} Gb/s cap" if row.rate_cap_bps else ""
-        name = f"{row.streams} streams, {bytes_text(row.page_bytes)} pages{cap}"
+        streams = "" if quic else f"{row.streams} stream{'s' if row.streams > 1 else ''}, "
+        name = f"{streams}{bytes_text(row.page_bytes)} pages{cap}"
         lines.setdefault(name, {})[row.datagram_bytes or row.record_bytes] = row
     ticks = [bytes_text(size) for size in cuts]
 
@@ -462,8 +463,8 @@ async def _listen(keys: Path, address: str, announce: Callable[[list[str]], None
     endpoint = _both(store, LandingEnd(parse(address).host))
     try:
         bound = parse(await endpoint.listen(address))
-    except (OSError, LinkError) as error:
-        raise CliError(f"cannot listen on {address}: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        raise CliError(f"cannot listen on {address}: {error.strerror or error}") from None
     announce([connect_command(reachable, store.name()) for reachable in reachable_addresses(bound)])
     await stop.wait()
     await endpoint.close()

@@ -204,7 +204,7 @@ def draw(seen: Sequence[Seen], slo: Slo) -> str:
         found = [quantiles([value(one) for one in part if one.failure is None], _DIGITS) for part in parts]
         return {name: [getattr(q, name) if q else None for q in found] for name in ("p50", "p90", "p99")}
 
-    ticks = [f"{n * length:.0f}" for n in range(buckets)]
+    ticks = [f"{n * length:.3g} s" for n in range(buckets)]
     failed: dict[str, list[float | None]] = {"failed": [float(sum(o.failure is not None for o in p)) for p in parts]}
     panels = [
         Panel("first token, s after sending", ticks, series(lambda one: one.ttft_s), {"SLO": slo.ttft_s}),

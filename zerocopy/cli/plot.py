@@ -80,6 +80,8 @@ def _text(x: float, y: float, text: str, *, size: int = 12, anchor: str = "start
 
 def _ceiling(highest: float) -> float:
     """The next of 1, 2, 4, 8 times a power of ten: quarters of it are short numbers."""
+    if highest <= 0:
+        return 1.0
     power = 1.0
     while power * 10 <= highest:
         power *= 10

@@ -84,7 +84,9 @@ def mooncake_trace(path: Path) -> list[Arrival]:
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """By its suffix: .csv is Azure's format, .jsonl is Mooncake's."""
+    """By its suffix: .csv is Azure's format, .jsonl is Mooncake's. Raises TraceError."""
+    if not path.is_file():
+        raise TraceError(f"{path} is no file: give a trace of Azure's (.csv) or Mooncake's (.jsonl)")
     return azure_trace(path) if path.suffix == ".csv" else mooncake_trace(path)
 
 
