@@ -228,3 +228,26 @@ def test_a_worker_that_dies_after_the_commit_ends_the_generation_only(tmp_path: 
             await stage.job.release()
 
     run(scenario())
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_client_that_goes_while_the_handoff_fails_is_not_forgotten(tmp_path: Path, turns: int) -> None:
+    """H7: or the prompt would be prefilled here, for nobody. The failure is so many turns of the loop older."""
+
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.begin()
+            await stage.complete()
+            stage.host.worker.drops = False
+            assert stage.host.incoming is not None
+            stage.host.incoming.fail("link-lost", "the test's")
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            stage.task.cancel()
+            release = await stage.host.worker.got(p.Release)
+            stage.host.worker.say(p.Dropped(release.job))
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(stage.task, 30)
+            assert stage.nothing_held()
+
+    run(scenario())

@@ -8,7 +8,6 @@ under `_lock`; checksums run outside it. What it decides is carried out on the e
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import threading
 import time
@@ -165,8 +164,7 @@ class Incoming(HandoffHalf[SinkHandoff]):
         finally:
             self._loop.remove_reader(lease.ring.space_fd)
             listener.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await listener
+            await asyncio.wait({listener})  # whose cancellation is not this task's
         if self.machine.outcome is not None and self.machine.outcome.committed:
             self._worker.send(p.Commit(job.number))
 
