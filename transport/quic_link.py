@@ -195,6 +195,9 @@ class QuicLink:
                     raise malformed("a second hello, or a message that QUIC links do not have")
         except LinkError as error:
             self.end(error)
+        except Exception as error:  # a bug of the owner's: asyncio ends a TCP connection then
+            self.end(LinkError("owner-failed", f"this host's {type(error).__name__} over a message of {self.peer}"))
+            raise
         self._post(lambda engine: engine.consumed(self._number, len(data)))
 
     def control_acked(self, size: int) -> None:

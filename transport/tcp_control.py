@@ -134,4 +134,7 @@ class Mailbox:
         with self._lock:
             calls, self._calls = self._calls, []
         for call, args in calls:
-            call(*args)
+            try:
+                call(*args)
+            except Exception as error:  # a bug; somebody may wait for what the others do
+                self._loop.call_exception_handler({"message": "a call from a thread failed", "exception": error})

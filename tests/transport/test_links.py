@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from transport import tcp
-from transport.link import MAX_MESSAGE, LinkError
+from transport.link import MAX_MESSAGE, Link, LinkError
+from transport.tcp_control import Mailbox
 from transport.tcp_link import Timing
 
 from .conftest import Run
@@ -28,6 +29,13 @@ class _Into:
     def publish(self) -> None: ...
 
     def discard(self) -> None: ...
+
+
+def complaints() -> list[type]:
+    """What the running loop is told of from now on, instead of failing the test."""
+    told: list[type] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(type(context["exception"])))
+    return told
 
 
 def test_messages_arrive_whole_and_in_order_both_ways(run: Run, tmp_path: Path, transport: str) -> None:
@@ -139,6 +147,53 @@ def test_a_sink_that_raises_ends_the_link_with_its_reason(run: Run, tmp_path: Pa
                     await link.send_page(b"page", pattern(1000))
             await b.until(lambda: b.closed == ["ledger-overlap"])
             await a.until(lambda: a.closed == ["peer-closed/ledger-overlap"])
+
+    run(work())
+
+
+def test_an_owner_that_raises_ends_the_link_that_asked_and_no_other(
+    run: Run, tmp_path: Path, transport: str
+) -> None:
+    """A bug of the host's: what came with that message for other links still reaches them."""
+
+    async def work() -> None:
+        told = complaints()
+        async with two_hosts(tmp_path, transport) as (a, b, address):
+            first, second = [await a.endpoint.connect("b", address) for _ in range(2)]
+            await b.until(lambda: len(b.links) == 2)
+            heard = b.link_message
+
+            def raising(link: Link, message: bytes) -> None:
+                heard(link, message)
+                if message == b"bug":
+                    raise ZeroDivisionError
+
+            b.link_message = raising  # type: ignore[method-assign]
+            first.send(b"bug")
+            pages = [second.send_page(b"%d" % i, pattern(100)) for i in range(20)]
+            for i in range(20):
+                second.send(b"%d" % i)
+            await asyncio.wait_for(asyncio.gather(*pages), 30)
+            await b.until(lambda: len(b.messages) == 21 and len(b.closed) == 1)
+            await a.until(lambda: len(a.closed) == 1)
+            await second.send_page(b"last", pattern(100))
+            assert told == [ZeroDivisionError]
+
+    run(work())
+
+
+def test_calls_from_threads_are_made_though_one_of_them_raises(run: Run) -> None:
+    """A page's future, or a link's end, may be among the rest."""
+
+    async def work() -> None:
+        made, told = list[int](), complaints()
+        mailbox = Mailbox(asyncio.get_running_loop())
+        mailbox.post(made.append, 1)
+        mailbox.post(int, "no number")
+        mailbox.post(made.append, 2)
+        await asyncio.sleep(0.01)
+        assert made == [1, 2]
+        assert told == [ValueError]
 
     run(work())
 
