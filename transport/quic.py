@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from native._quic import ffi
-from transport.address import SocketAddress, from_socket, parse, resolve
+from transport.address import Address, SocketAddress, from_socket, parse, resolve
 from transport.keys import KeyStore
 from transport.link import LinkError, LinkOwner
 from transport.quic_engine import Congestion, Engine, EngineOptions
@@ -71,6 +71,14 @@ class QuicEndpoint:
     async def listen(self, address: str) -> str:
         where = parse(address)
         family, sockaddr = (await resolve(where, passive=True))[0]
+        bound = await self._bind(where, family, sockaddr)
+        if (
+            bound.host == _ANYWHERE[socket.AF_INET6]
+        ):  # that socket is for IPv6 alone: the engine's options are by family
+            await self._bind(where, socket.AF_INET, (_ANYWHERE[socket.AF_INET], bound.port))
+        return str(bound)
+
+    async def _bind(self, where: Address, family: int, sockaddr: SocketAddress) -> Address:
         sock = socket.socket(family, socket.SOCK_DGRAM)
         try:
             if family == socket.AF_INET6:
@@ -79,7 +87,7 @@ class QuicEndpoint:
         except OSError as error:
             sock.close()
             raise LinkError("cannot-listen", f"cannot listen on {where} (UDP): {error.strerror or error}") from error
-        bound = str(from_socket(sock.getsockname()))
+        bound = from_socket(sock.getsockname())
         await self._call(lambda engine: engine.add_socket(sock, accept=True))
         return bound
 
@@ -87,7 +95,19 @@ class QuicEndpoint:
         """Raises LinkError; `link_closed` follows if `link_opened` was called."""
         if peer not in self.keys.trusted():
             raise LinkError("unknown-peer", f"no key is trusted for {peer}: `zc-handoff keys trust {peer} FILE` first")
-        family, sockaddr = (await resolve(parse(address)))[0]
+        failure = LinkError("unreachable", f"{address} has no address")
+        for family, sockaddr in await resolve(parse(address)):
+            try:
+                return await self._greet(peer, address, family, sockaddr)
+            except OSError as error:  # this host has none of that family
+                failure = LinkError("unreachable", f"{peer} at {address} cannot be reached: {error}")
+            except LinkError as error:
+                if error.reason != "unreachable":
+                    raise
+                failure = error
+        raise failure
+
+    async def _greet(self, peer: str, address: str, family: int, sockaddr: SocketAddress) -> QuicLink:
         link = await self._dial(peer, family, sockaddr)
         try:
             async with asyncio.timeout(2 * self.timing.greet_s):  # the handshake has its own; this is for the hello

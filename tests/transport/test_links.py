@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 import threading
 import tracemalloc
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from transport import tcp
+from transport.address import Address, SocketAddress, parse, resolve
 from transport.link import MAX_MESSAGE, Link, LinkError
 from transport.tcp_control import Mailbox
 from transport.tcp_link import Timing
@@ -151,9 +153,7 @@ def test_a_sink_that_raises_ends_the_link_with_its_reason(run: Run, tmp_path: Pa
     run(work())
 
 
-def test_an_owner_that_raises_ends_the_link_that_asked_and_no_other(
-    run: Run, tmp_path: Path, transport: str
-) -> None:
+def test_an_owner_that_raises_ends_the_link_that_asked_and_no_other(run: Run, tmp_path: Path, transport: str) -> None:
     """A bug of the host's: what came with that message for other links still reaches them."""
 
     async def work() -> None:
@@ -440,6 +440,47 @@ def test_ipv6_works_as_ipv4_does(run: Run, tmp_path: Path, transport: str) -> No
             await link.send_page(b"page", pattern(100_000))
             await b.landed(1)
             assert b.landings.payload(b"page") == pattern(100_000)
+
+    run(work())
+
+
+@needs_ipv6
+def test_a_host_that_listens_on_every_interface_is_reached_over_ipv4_and_ipv6(
+    run: Run, tmp_path: Path, transport: str
+) -> None:
+    """Both kinds of its addresses are what it then advertises."""
+
+    async def work() -> None:
+        async with two_hosts(tmp_path, transport) as (a, b, _):
+            address = await b.endpoint.listen("[::]:0")
+            port = address.rpartition(":")[2]
+            for host in ("127.0.0.1", "[::1]"):
+                link = await a.endpoint.connect("b", f"{host}:{port}")
+                await link.send_page(host.encode(), pattern(100_000))
+                await b.page(host.encode())
+
+    run(work())
+
+
+def test_a_name_is_tried_at_each_of_its_addresses(
+    run: Run, tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many a name has an IPv6 address first that leads nowhere."""
+
+    async def work() -> None:
+        async with two_hosts(tmp_path, transport) as (a, b, address):
+            family, real = (await resolve(parse(address)))[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as unused:
+                unused.bind(("127.0.0.1", 0))
+                dead = unused.getsockname()
+
+            async def of_a_name(_: Address) -> list[tuple[int, SocketAddress]]:
+                return [(family, dead), (family, real)]
+
+            monkeypatch.setattr(f"transport.{transport}.resolve", of_a_name)
+            link = await a.endpoint.connect("b", "b.example:7600")
+            await link.send_page(b"page", pattern(100))
+            await b.landed(1)
 
     run(work())
 
