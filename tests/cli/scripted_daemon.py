@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 def flags() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    words = iter(sys.argv[2:])
+    words = iter(sys.argv[2:-1])
     for word in words:
         found.setdefault(word, []).append(next(words))
     return found

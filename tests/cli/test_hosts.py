@@ -25,6 +25,7 @@ def test_a_host_is_told_where_to_listen_whom_to_dial_and_where_its_keys_are(tmp_
         b.wait_ready(connected_to=["a"])
         words = b.log_tail().split()
         assert words[:2] == ["daemon", "--name"]
+        assert words.pop() == "--with-parent"
         pairs = dict(zip(words[1::2], words[2::2], strict=True))
         assert pairs == {
             "--name": "b",

@@ -94,7 +94,8 @@ def test_flags_and_environment_become_the_daemons_config_and_its_code_is_ours(
 ) -> None:
     seen: list[DaemonConfig] = []
 
-    def run(settled: DaemonConfig) -> int:
+    def run(settled: DaemonConfig, *, lifeline: object) -> int:
+        assert lifeline is None  # of a daemon that a person starts, standard input means nothing
         seen.append(settled)
         return 1
 

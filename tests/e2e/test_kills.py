@@ -7,15 +7,18 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 import pytest
 
-from tests.e2e.conftest import StartPair
+from tests.e2e.conftest import ModelFile, StartPair
 from tests.e2e.pair import (
     CHUNK,
     Pair,
@@ -369,7 +372,8 @@ def test_a_second_sigterm_ends_at_once(slow: Pair, which: str) -> None:
     host: Host = getattr(slow, which)
     key = new_key()
     with _in_transfer(slow, fallback="allow", key=key, pace_s=SLOW_PACE_S) as answer:
-        host.hurry()
+        assert host.process is not None
+        host.process.send_signal(signal.SIGINT)
         wait_until(lambda: host.call("GET", "/ready").status == 503, "readiness to go false", SOON_S)
         began = time.monotonic()
         assert host.stop() == 0
@@ -388,6 +392,26 @@ def _check_starts_again(pair: Pair, host: Host) -> None:
     host.start()
     pair.wait_ready()
     assert_still_exact(pair)
+
+
+# -- whoever started it is gone --------------------------------------------------------------------------------
+
+
+def test_daemons_of_a_command_that_is_gone_end_by_themselves(tmp_path: Path, model_file: ModelFile) -> None:
+    """Such as a test run that hangs and breaks itself off: it has told them nothing."""
+    script = (
+        "import os, sys; from pathlib import Path; from zerocopy.cli.hosts import Hosts\n"
+        "with Hosts(Path(sys.argv[1])) as hosts:\n"
+        "    host = hosts.add('a', sys.argv[2:])\n"
+        "    host.start(); host.wait_ready()\n"
+        "    print(host.process.pid, host.status()['worker']['pid'], flush=True)\n"
+        "    os._exit(1)"
+    )
+    words = [sys.executable, "-c", script, str(tmp_path), "--model", str(model_file("llama")), "--threads", "1"]
+    gone = subprocess.run(words, stdout=subprocess.PIPE, timeout=60)
+    daemon, worker = map(int, gone.stdout.split())
+    _wait_for_end(daemon)
+    _wait_for_end(worker)
 
 
 # -- the client leaves -----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,17 +38,18 @@ def register(app: typer.Typer) -> None:
 def _command() -> Any:
     """A function with the signature that typer makes flags of."""
 
-    def daemon(config: Path | None = None, **flags: Any) -> None:
+    def daemon(config: Path | None = None, with_parent: bool = False, **flags: Any) -> None:
         given = {name: _text(value) for name, value in flags.items() if value not in (None, [], ())}
         settled = load(given, os.environ, config)
         from zerocopy.daemon.main import run
 
-        code = run(settled)
+        code = run(settled, lifeline=sys.stdin if with_parent else None)
         if code:
             raise typer.Exit(code)
 
     config_help = "TOML file with any of the settings below. Default: ~/.config/zc-handoff/config.toml, if it exists."
     parameters = [_parameter("config", Path | None, typer.Option("--config", help=config_help, metavar="FILE"))]
+    parameters += [_parameter("with_parent", bool, typer.Option("--with-parent", hidden=True), False)]
     parameters += [_flag(setting) for setting in settings()]
     daemon.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     daemon.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -66,8 +68,8 @@ def _flag(setting: Setting) -> inspect.Parameter:
     return _parameter(setting.name, kind, typer.Option(setting.flag, **option))
 
 
-def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
+def _parameter(name: str, kind: Any, option: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
 def _text(value: Any) -> Any:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import os
 import secrets
 import shutil
 import signal
@@ -16,7 +18,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -75,12 +76,20 @@ def held_back() -> Iterator[None]:
             signal.raise_signal(heard)
 
 
+@functools.cache
+def lifeline() -> int:
+    """The descriptor of a pipe that ends when this process does, also by SIGKILL or `os._exit`: standard input of what
+    must not outlive it."""
+    reading, _ = os.pipe()  # the other end stays open, and no program started from here has it
+    return reading
+
+
 @contextlib.contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
     """A new folder for this user only, gone afterwards, also when a signal ends the block."""
     with told_once():
         folder = Path(tempfile.gettempdir(), prefix + secrets.token_hex(8))
-        remove = partial(shutil.rmtree, folder, ignore_errors=True)
+        remove = functools.partial(shutil.rmtree, folder, ignore_errors=True)
         atexit.register(remove)  # before there is one: a signal may come between any two steps
         try:
             folder.mkdir(mode=0o700)

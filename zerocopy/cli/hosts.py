@@ -26,7 +26,7 @@ import msgspec
 
 from transport.keys import KeyStore
 from transport.quic_choice import SCHEME
-from zerocopy.cli.ending import held_back, told_once
+from zerocopy.cli.ending import held_back, lifeline, told_once
 from zerocopy.cli.screen import CliError
 
 START_TIMEOUT_S: Final = 120.0  # of several that start at once on a busy machine
@@ -65,7 +65,7 @@ class Host:
     def start(self) -> None:
         with self.log_path.open("ab") as log, held_back():  # or it would be nobody's
             self.process = subprocess.Popen(
-                self._argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                [*self._argv, "--with-parent"], stdin=lifeline(), stdout=log, stderr=log, start_new_session=True
             )
 
     def wait_ready(self, connected_to: Iterable[str] = ()) -> None:

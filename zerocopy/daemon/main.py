@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 import uvloop
 from aiohttp import web
@@ -32,17 +32,22 @@ EXIT_OK: Final = 0
 EXIT_FAILED: Final = 1
 
 
-def run(config: DaemonConfig, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
-    """Serve until told to stop. Returns the exit code."""
+def run(config: DaemonConfig, worker_command: Sequence[str] = WORKER_COMMAND, *, lifeline: TextIO | None = None) -> int:
+    """Serve until told to stop, or until `lifeline`, a pipe whose other end is whoever started this, ends. Returns the
+    exit code."""
     configure_logging(config.log_level, config.log_format)
-    return uvloop.run(serve(config, worker_command))
+    return uvloop.run(serve(config, worker_command, lifeline))
 
 
-async def serve(config: DaemonConfig, worker_command: Sequence[str] = WORKER_COMMAND) -> int:
+async def serve(
+    config: DaemonConfig, worker_command: Sequence[str] = WORKER_COMMAND, lifeline: TextIO | None = None
+) -> int:
     """The daemon's life on the running event loop."""
     signals = asyncio.Semaphore(0)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signals.release)
+    if lifeline is not None:
+        _watch(lifeline, signals)
     core = Core(config, Telemetry(config.peers), worker_command)
     endpoint = _endpoints(config, core.peers)
     core.transports = endpoint.transports
@@ -72,6 +77,18 @@ async def serve(config: DaemonConfig, worker_command: Sequence[str] = WORKER_COM
         print(f"zc-handoff: {core.worker.start_failed.message}", file=sys.stderr)
         return EXIT_FAILED
     return EXIT_OK
+
+
+def _watch(lifeline: TextIO, signals: asyncio.Semaphore) -> None:
+    """Its end counts as two signals: nobody waits for what still runs. Nothing is ever written to it."""
+    loop = asyncio.get_running_loop()
+
+    def ended() -> None:
+        loop.remove_reader(lifeline)
+        for _ in range(2):
+            signals.release()
+
+    loop.add_reader(lifeline, ended)
 
 
 async def _first_of(*events: Coroutine[Any, Any, object]) -> None:
