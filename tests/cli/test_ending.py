@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from zerocopy.cli.ending import held_back, temporary_folder, told_once
@@ -48,6 +49,42 @@ def test_a_command_told_to_end_while_it_starts_leaves_no_folder(tmp_path: Path, 
     finally:
         process.kill()
     assert list(tmp_path.iterdir()) == []
+
+
+TESTS = """
+import time
+from pathlib import Path
+from zerocopy.cli.hosts import Hosts
+
+def test_with_a_host(tmp_path):
+    with Hosts(tmp_path, ("sh", "-c", "exec sleep 60")) as hosts:
+        host = hosts.add("a", [])
+        host.start()
+        Path("pid").write_text(str(host.process.pid))
+        time.sleep(60)
+
+def test_another():
+    Path("another").touch()
+"""
+
+
+def test_a_test_run_told_to_end_ends_its_hosts_and_runs_no_other_test(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(TESTS)
+    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_configure\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_it.py"],
+        cwd=tmp_path, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    try:
+        while not (tmp_path / "pid").exists() or not (pid := (tmp_path / "pid").read_text()):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.terminate()
+        assert process.wait(30) == pytest.ExitCode.INTERRUPTED
+    finally:
+        process.kill()
+    assert not psutil.pid_exists(int(pid))
+    assert not (tmp_path / "another").exists()
 
 
 def test_a_signal_is_heard_once_and_not_again_after_the_block() -> None:

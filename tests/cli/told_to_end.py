@@ -28,7 +28,7 @@ import zerocopy.cli.hosts
 from zerocopy.cli.ending import temporary_folder
 from zerocopy.cli.hosts import Hosts
 
-STEP = 11
+STEP = 13
 PESTERED = 20
 COMMAND = ("sh", "-c", "exec sleep 60")
 MARK = "TOLD_TO_END"  # in the environment of what a command starts
