@@ -19,6 +19,7 @@ import secrets
 import ssl
 import stat
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -44,17 +45,24 @@ def fingerprint(der: bytes) -> str:
     return hashlib.sha256(der).hexdigest()
 
 
+@dataclass
+class _Table:
+    """The trusted peers as they were on disk at one moment. Replaced as a whole: threads look into it."""
+
+    seen: tuple[tuple[str, int, int], ...]  # name, time and size of each file
+    by_print: dict[str, str]  # fingerprint -> name
+    pems: dict[str, str]  # name -> certificate
+    server: ssl.SSLContext | None = None
+
+
 class KeyStore:
-    """All methods raise LinkError with the path or name at fault; none overwrites anything."""
+    """All methods raise LinkError with the path or name at fault; none overwrites anything. Any thread may call them."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
         self._identity = self.directory / "identity.pem"
         self._trusted = self.directory / "trusted"
-        self._seen: tuple[tuple[str, int, int], ...] | None = None
-        self._by_print: dict[str, str] = {}
-        self._pems: dict[str, str] = {}
-        self._server: ssl.SSLContext | None = None
+        self._table = _Table((), {}, {})
 
     # -- this host's own key
 
@@ -118,8 +126,7 @@ class KeyStore:
 
     def trusted(self) -> dict[str, str]:
         """Local name to fingerprint."""
-        self._refresh()
-        return {name: der_print for der_print, name in sorted(self._by_print.items(), key=lambda kv: kv[1])}
+        return {name: der_print for der_print, name in sorted(self._fresh().by_print.items(), key=lambda kv: kv[1])}
 
     def forget(self, name: str) -> None:
         """New links with this peer are refused from now on; open ones stay until closed."""
@@ -131,24 +138,23 @@ class KeyStore:
 
     def peer_of(self, der: bytes | None) -> str | None:
         """Whose certificate this is; None for a stranger's."""
-        self._refresh()
-        return self._by_print.get(fingerprint(der)) if der else None
+        return self._fresh().by_print.get(fingerprint(der)) if der else None
 
     # -- TLS
 
     def server_context(self) -> ssl.SSLContext:
         """For accepted control connections: any trusted peer, no one else."""
-        self._refresh()
-        if self._server is None:
-            self._server = self._context(ssl.PROTOCOL_TLS_SERVER, "".join(self._pems.values()))
-        return self._server
+        table = self._fresh()
+        if table.server is None:
+            table.server = self._context(ssl.PROTOCOL_TLS_SERVER, "".join(table.pems.values()))
+        return table.server
 
     def client_context(self, peer: str) -> ssl.SSLContext:
         """For connecting to `peer`: its certificate and no other is accepted."""
-        self._refresh()
-        if peer not in self._pems:
+        pem = self._fresh().pems.get(peer)
+        if pem is None:
             raise LinkError("unknown-peer", f"no key is trusted for {peer}: `zc-handoff keys trust {peer} FILE` first")
-        return self._context(ssl.PROTOCOL_TLS_CLIENT, self._pems[peer])
+        return self._context(ssl.PROTOCOL_TLS_CLIENT, pem)
 
     def _context(self, protocol: ssl._SSLMethod, authorities: str) -> ssl.SSLContext:
         self._read_identity()  # refuses loose permissions before the key is used
@@ -174,21 +180,22 @@ class KeyStore:
             raise LinkError("key-exposed", f"{self._identity} must belong to you with mode 0600: `chmod 600` it")
         return _read(self._identity)
 
-    def _refresh(self) -> None:
-        """Read the table again if any file of it changed."""
+    def _fresh(self) -> _Table:
+        """The table, read again if any file of it changed."""
         files = sorted(self._trusted.glob("*.pem")) if self._trusted.is_dir() else []
         if len(files) > MAX_TRUSTED:
             raise LinkError("too-many-peers", f"{self._trusted} holds {len(files)} files, more than {MAX_TRUSTED}")
         seen = tuple((f.name, (s := f.stat()).st_mtime_ns, s.st_size) for f in files)
-        if seen == self._seen:
-            return
+        if seen == self._table.seen:
+            return self._table
         by_print: dict[str, str] = {}
         pems: dict[str, str] = {}
         for file in files:
             certificate = _one_certificate(_read(file), str(file))
             pems[file.stem] = certificate.public_bytes(serialization.Encoding.PEM).decode()
             by_print[fingerprint(certificate.public_bytes(serialization.Encoding.DER))] = file.stem
-        self._by_print, self._pems, self._seen, self._server = by_print, pems, seen, None
+        self._table = table = _Table(seen, by_print, pems)
+        return table
 
 
 def _self_signed(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:

@@ -188,3 +188,20 @@ def test_contexts_speak_tls_1_3_only_and_verify(tmp_path: Path) -> None:
     with pytest.raises(LinkError) as caught:
         a.client_context("c")
     assert reason(caught) == "unknown-peer"
+
+
+def test_a_peer_trusted_while_a_context_is_made_is_in_the_next_one(tmp_path: Path) -> None:
+    """The engine of QUIC looks up peers on a thread of its own."""
+    other = store(tmp_path, "beta")
+
+    class Interrupted(KeyStore):
+        def _context(self, protocol: ssl._SSLMethod, authorities: str) -> ssl.SSLContext:
+            context = super()._context(protocol, authorities)
+            if not authorities:
+                self.trust("beta", other.show()[0])
+                assert self.peer_of(ssl.PEM_cert_to_DER_cert(other.show()[0])) == "beta"
+            return context
+
+    store(tmp_path)
+    keys = Interrupted(tmp_path / "alpha")
+    assert [keys.server_context().cert_store_stats()["x509"] for _ in range(2)] == [0, 1]
