@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -88,7 +89,7 @@ class Answer:
         if self._chat:
             return {"content": [_chat_logprob(token) for token in tokens], "refusal": None}
         texts = [_shown(token.text) for token in tokens]
-        offsets = [offset + sum(map(len, texts[:n])) for n in range(len(texts))]
+        offsets = list(accumulate(map(len, texts[:-1]), initial=offset))
         return {
             "tokens": texts,
             "token_logprobs": [token.logprob for token in tokens],
