@@ -56,7 +56,7 @@ class _Table:
 
 
 class KeyStore:
-    """All methods raise LinkError with the path or name at fault; none overwrites anything. Any thread may call them."""
+    """All methods raise LinkError with the path or name at fault; none overwrites anything. For any thread."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
