@@ -78,7 +78,7 @@ class KeyStore:
             )
             + certificate.public_bytes(serialization.Encoding.PEM)
         )
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_folder(self.directory)
         if not _write_new(self._identity, text):
             raise LinkError(
                 "key-exists", f"{self._identity} already exists: this host has a key; remove it to start over"
@@ -118,7 +118,7 @@ class KeyStore:
             )
         if len(known) >= MAX_TRUSTED and name not in known:
             raise LinkError("too-many-peers", f"{len(known)} peers are trusted, the limit: forget one first")
-        self._trusted.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_folder(self._trusted)
         text = certificate.public_bytes(serialization.Encoding.PEM)
         if not _write_new(self._trusted / f"{name}.pem", text) and known.get(name) != der_print:
             raise LinkError("name-taken", f"{name} is trusted with another certificate: `keys forget {name}` first")
@@ -250,19 +250,33 @@ def _read(path: Path) -> str:
     return data.decode("ascii", "replace")
 
 
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> LinkError:
+    return LinkError("cannot-write", f"cannot write {path}: {error.strerror}: mend that or give another --keys folder")
+
+
 def _write_new(path: Path, data: bytes) -> bool:
     """Complete file, mode 0600, or nothing; False if `path` exists. Survives a crash at any step."""
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    temporary: str | None = None
     try:
+        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
         with os.fdopen(fd, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            return False
-        return True
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise _cannot_write(path, error) from error
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        if temporary is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+    return True

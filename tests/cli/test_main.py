@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -9,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from transport.keys import KeyStore
 from zerocopy import __version__, config
 from zerocopy.cli import main
 from zerocopy.config import DaemonConfig
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -153,3 +157,27 @@ def test_a_port_in_use_is_named_with_what_to_do_and_nothing_is_left(door: str, t
         )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
     assert f"{taken}: Address already in use: is a daemon running there already? Else choose another" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["keys", "new", "one", "--keys"], ["model", "make", "llama", "-o"], ["keys", "trust", "x", "x.pem", "--keys"]],
+)
+def test_a_disk_that_takes_no_more_is_one_line_and_nothing_half_written_is_left(
+    words: list[str], tmp_path: Path
+) -> None:
+    """`keys` ended with a traceback; `model make` said `None`, and its next try that the file exists."""
+    KeyStore(tmp_path / "other").new("x")
+    (tmp_path / "x.pem").write_text(KeyStore(tmp_path / "other").show()[0])
+    target = tmp_path / "target"
+    command = f"ulimit -f 0; exec {sys.executable} -m zerocopy {' '.join(words)} {target}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+    assert f"cannot write {target}" in done.stderr and "None" not in done.stderr
+    assert not [path for path in target.rglob("*") if path.is_file()] and not target.is_file()

@@ -285,3 +285,11 @@ def test_memory_that_the_system_does_not_have_is_a_sentence(
     monkeypatch.setattr("native.ring.create_memory", full)
     with pytest.raises(NativeError, match=r"no shared memory for 4 rings of 65536 bytes .*lower --rings or --ring-mib"):
         memory.attach(DENSE)
+
+
+def test_memory_that_the_machine_does_not_have_is_refused_before_any_of_it_is_taken() -> None:
+    """Q2. All of it is mapped at once: two rings of 512 GiB drove the machine into its last page."""
+    shared = SharedMemory(export=True, landing=True, rings=1, ring_bytes=1 << 39)
+    with pytest.raises(NativeError, match=r"2 rings of 524288 MiB .* need 1048576 MiB, \d+ MiB are available: lower"):
+        shared.attach(DENSE)
+    shared.close()

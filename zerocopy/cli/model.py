@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -52,7 +53,12 @@ def make(
     except ValueError as error:
         raise CliError(str(error), ExitCode.USAGE) from error
     except OSError as error:
-        raise CliError(f"cannot write {output}: {error.strerror}") from error
+        # numpy names no errno where a disk is full. Half a file would be in the way of the next try.
+        with contextlib.suppress(OSError):
+            output.unlink()
+        raise CliError(
+            f"cannot write {output}: {error.strerror or error}: free some room or choose another file"
+        ) from error
     size = output.stat().st_size
     if json:
         show_json({"family": family, "file": str(output), "bytes": size})

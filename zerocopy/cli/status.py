@@ -57,7 +57,9 @@ def fetch(url: str, api_key: str | None) -> dict[str, Any]:
         why = getattr(error, "reason", None) or error
         text = getattr(why, "strerror", None) or str(why)
         raise CliError(
-            f"no daemon at {base}: {text}: start one with zc-handoff daemon", ExitCode.UNAVAILABLE
+            f"no daemon at {base}: {text}: start one with zc-handoff daemon, or give its --http address: "
+            "zc-handoff status HOST:PORT",
+            ExitCode.UNAVAILABLE,
         ) from error
     except ValueError as error:
         raise CliError(f"{base} is not a zc-handoff daemon: {error}", ExitCode.UNAVAILABLE) from error

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
+import psutil
+
 from native.memory import NativeError
 from native.ring import Ring, Side
 from native.slab import Slab
@@ -55,8 +57,7 @@ class _Side:
     def __init__(self, label: str, worker_is: Side, rings: int, ring_bytes: int, slab_bytes: int) -> None:
         self._worker_is: Final = worker_is
         self.rings = [Ring.create(ring_bytes, f"zc-{label}-ring") for _ in range(rings)]
-        slabs = min(rings, max(FEWEST_SLABS, SLAB_BYTES // slab_bytes)) if slab_bytes else 0
-        self.slabs = [Slab.create(slab_bytes, f"zc-{label}-slab") for _ in range(slabs)]
+        self.slabs = [Slab.create(slab_bytes, f"zc-{label}-slab") for _ in range(_slabs(rings, slab_bytes))]
         self._free_rings = list(range(len(self.rings)))
         self._free_slabs = list(range(len(self.slabs)))
         self.lent: set[Lease] = set()
@@ -103,6 +104,10 @@ class _Side:
             slab.close()
 
 
+def _slabs(rings: int, slab_bytes: int) -> int:
+    return min(rings, max(FEWEST_SLABS, SLAB_BYTES // slab_bytes)) if slab_bytes else 0
+
+
 class SharedMemory:
     """Both sides of one host; a side that its roles do not need has no memory."""
 
@@ -142,6 +147,7 @@ class SharedMemory:
         return attach, [*export.fds, *landing.fds]
 
     def _create(self, slab_bytes: int) -> None:
+        self._check_room(slab_bytes)
         try:
             self._sides = {
                 "export": _Side("export", "producer", self._export_rings, self._ring_bytes, slab_bytes),
@@ -153,6 +159,18 @@ class SharedMemory:
                 "shared-memory", f"no shared memory for {wanted} ({error}): lower --rings or --ring-mib"
             ) from None
         self._slab_bytes = slab_bytes
+
+    def _check_room(self, slab_bytes: int) -> None:
+        """All of it is mapped at once: what the machine lacks would be taken from whoever else runs on it."""
+        sides = (self._export_rings, self._landing_rings)
+        wanted = sum(rings * self._ring_bytes + _slabs(rings, slab_bytes) * slab_bytes for rings in sides)
+        available = psutil.virtual_memory().available
+        if wanted > available:
+            raise NativeError(
+                "shared-memory",
+                f"{sum(sides)} rings of {self._ring_bytes >> 20} MiB and their slabs need {wanted >> 20} MiB, "
+                f"{available >> 20} MiB are available: lower --rings or --ring-mib",
+            )
 
     def lend(self, name: Literal["export", "landing"], epoch: int) -> Lease | None:
         """Memory for one handoff, or None while all of it is lent."""
