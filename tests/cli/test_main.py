@@ -73,6 +73,7 @@ def test_the_help_of_daemon_has_a_flag_a_default_and_an_example_for_everything(
         (["daemon", "--model", "/absent.gguf"], 2, ["/absent.gguf", "does not exist"]),
         (["daemon", "--role", "boss"], 2, ["--role", "prefill+decode", "'boss'"]),
         (["daemon", "--config", "/absent.toml"], 2, ["/absent.toml"]),
+        (["daemon", "--probe", "--no-probe"], 2, ["--probe or --no-probe, not both"]),
         (["keys", "trust", "x"], 2, ["certificate"]),
         (["model", "make", "llama"], 2, ["--output"]),
     ],
@@ -181,3 +182,13 @@ def test_a_disk_that_takes_no_more_is_one_line_and_nothing_half_written_is_left(
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
     assert f"cannot write {target}" in done.stderr and "None" not in done.stderr
     assert not [path for path in target.rglob("*") if path.is_file()] and not target.is_file()
+
+
+def test_at_80_columns_no_flag_and_no_word_of_the_daemons_help_is_cut(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said `--no-allow-fall…` and `multi-token-pred…`."""
+    monkeypatch.setenv("COLUMNS", "80")
+    main.run(["daemon", "--help"])
+    shown = capsys.readouterr().out
+    assert "…" not in shown and "--no-allow-fallback for false" in " ".join(shown.replace("│", " ").split())

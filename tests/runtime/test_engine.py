@@ -180,7 +180,7 @@ def test_a_family_without_certification_is_never_loaded(architecture: str, tmp_p
 @pytest.mark.parametrize(("architecture", "heads"), [("nemotron_h_moe", 2), ("llama", 1)])
 def test_an_mtp_head_nobody_has_certified_is_refused(architecture: str, heads: int, tmp_path: Path) -> None:
     path = file_of(architecture, tmp_path / "m.gguf", nextn_predict_layers=heads)
-    with pytest.raises(EngineError, match="--no-mtp") as error:
+    with pytest.raises(EngineError, match="--mtp off") as error:
         LlamaRuntime(path, TINY)
     assert error.value.reason == "family"
 

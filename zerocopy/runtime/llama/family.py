@@ -52,6 +52,6 @@ def family_of(header: GgufHeader, *, mtp: bool) -> Family:
     if tracked and (header.mtp_layers > 1 or not layout.mtp):
         raise EngineError(
             "family",
-            f"{header.architecture} with {header.mtp_layers} MTP layers is not certified; start with --no-mtp",
+            f"{header.architecture} with {header.mtp_layers} MTP layers is not certified; start with --mtp off",
         )
     return Family(f"{header.architecture}+mtp" if tracked else header.architecture, layout, tracked)
