@@ -73,6 +73,19 @@ def test_pages_arrive_until_the_time_is_up_and_are_all_counted(keys: Path) -> No
     uvloop.run(scenario())
 
 
+def test_what_is_paced_is_never_said_to_be_faster(keys: Path) -> None:
+    """Its last page arrives before its share of the time is over: with few pages that was a third too much."""
+
+    async def scenario() -> None:
+        async with joined(keys) as (end, link):
+            ready: Ready = await end.ask(link, Prepare(PAGE), Ready)
+            bps = 8 * PAGE / 0.05  # three pages or so
+            load = await end.load(link, PAGE, ready.slots, 0.12, bps)
+            assert 0 < 8 * load.nbytes / load.elapsed_s <= bps * (1 + 1e-9)
+
+    uvloop.run(scenario())
+
+
 def test_the_other_ends_processor_time_comes_with_the_round_trip(keys: Path) -> None:
     async def scenario() -> None:
         async with joined(keys) as (end, link):

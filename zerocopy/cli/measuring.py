@@ -47,12 +47,12 @@ class Pacer:
 
     def __init__(self, bps: float, now: float) -> None:
         self._bps = bps
-        self._next = now
+        self.free_at = now  # when the next piece may leave: until then the last one has the line to itself
 
     def wait_s(self, nbytes: int, now: float) -> float:
         """Seconds until a piece of `nbytes` may leave; it counts as sent then."""
         if not self._bps:
             return 0.0
-        leaves = max(self._next, now)
-        self._next = leaves + 8 * nbytes / self._bps
+        leaves = max(self.free_at, now)
+        self.free_at = leaves + 8 * nbytes / self._bps
         return leaves - now
