@@ -121,7 +121,8 @@ def test_peers_may_have_several_addresses_in_order(model: Path, tmp_path: Path) 
         ({"queue_s": "nan"}, {}, "", ["--queue-s"]),
         ({"queue_s": "inf"}, {}, "", ["--queue-s"]),
         ({"threads": "-1"}, {}, "", ["--threads", ">= 0"]),
-        ({"name": "a b"}, {}, "", ["--name"]),
+        ({"name": "a b"}, {}, "", ["--name", "1 to 64 letters, digits, dots, dashes, underscores, not 'a b'"]),
+        ({"api_keys": ["ann=k1", "ann=k2"]}, {}, "", ["tenant ann has two API keys"]),
         ({"peers": ["a"]}, {}, "", ["--peer", "NAME=HOST:PORT, not 'a'"]),
         ({"peers": ["a=x"]}, {}, "", ["peer a", "x"]),
         ({"listen": "nowhere"}, {}, "", ["listen", "nowhere"]),
@@ -166,6 +167,12 @@ def test_the_api_key_may_be_in_a_file_and_never_shows(model: Path, tmp_path: Pat
     assert "s3cret" not in str(settled)
     with pytest.raises(ConfigError, match="both"):
         load(flags | {"api_key": "x"}, {})
+    with pytest.raises(ConfigError, match="tenant ann has two API keys"):
+        load(flags | {"api_keys": ["ann=other"]}, {})
+    for twice, words in (("ann k1\nann k2\n", "tenant ann has two"), ("k1\nk2\n", "two lines with a key alone")):
+        key_file.write_text(twice)
+        with pytest.raises(ConfigError, match=words):
+            load(flags, {})
     key_file.write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
         load(flags, {})

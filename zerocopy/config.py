@@ -422,6 +422,8 @@ def _wanted(setting: Setting, error: msgspec.ValidationError) -> str:
     choices = literal_choices(setting)
     if choices:
         return f"one of {', '.join(choices)}"
+    if setting.name == "name":
+        return "1 to 64 letters, digits, dots, dashes, underscores"
     if setting.name == "peers" and not str(error).startswith("Expected NAME="):
         return 'NAME = "HOST:PORT" or a list of such addresses for each peer'
     words = str(error).split(" - at ")[0].split(", got ")[0].removeprefix("Expected ")
@@ -479,8 +481,15 @@ def _tenant_keys(value: object) -> dict[str, str]:
         tenant, equals, key = str(text).strip().partition("=")
         if not (tenant and equals and key):
             raise msgspec.ValidationError("Expected TENANT=KEY")
-        keys[tenant] = key
+        _add_key(keys, tenant, key)
     return keys
+
+
+def _add_key(keys: dict[str, str], tenant: str, key: str) -> None:
+    """A second one would silently lock out whoever has the first."""
+    if tenant in keys:
+        raise ConfigError(f"tenant {tenant} has two API keys: give it one, or the second a name of its own")
+    keys[tenant] = key
 
 
 def _complete(config: DaemonConfig) -> DaemonConfig:
@@ -520,7 +529,10 @@ def _with_keys(config: DaemonConfig) -> DaemonConfig:
         if config.api_key is not None:
             raise ConfigError("both api_key and api_key_file are set: keep one of them")
         plain, tenants = _read_keys(config.api_key_file)
-        config = msgspec.structs.replace(config, api_key=plain, api_keys={**config.api_keys, **tenants})
+        all_keys = dict(config.api_keys)
+        for tenant, key in tenants.items():
+            _add_key(all_keys, tenant, key)
+        config = msgspec.structs.replace(config, api_key=plain, api_keys=all_keys)
     keys = [*config.api_keys.values(), *([] if config.api_key is None else [config.api_key])]
     if not all(key.isascii() and key.isprintable() and key for key in keys):
         raise ConfigError("the API key has to be printable ASCII and not empty: HTTP headers carry nothing else")
@@ -550,9 +562,11 @@ def _read_keys(path: Path) -> tuple[str | None, dict[str, str]]:
     for line in filter(None, map(str.strip, lines)):
         tenant, _, key = line.partition(" ")
         if key:
-            tenants[tenant] = key.strip()
+            _add_key(tenants, tenant, key.strip())
+        elif plain is None:
+            plain = line
         else:
-            plain = plain or line
+            raise ConfigError(f"{path} has two lines with a key alone: give the second a tenant's name, TENANT KEY")
     if plain is None and not tenants:
         raise ConfigError(f"{path} is empty: write the API key there")
     return plain, tenants

@@ -192,3 +192,24 @@ def test_at_80_columns_no_flag_and_no_word_of_the_daemons_help_is_cut(
     main.run(["daemon", "--help"])
     shown = capsys.readouterr().out
     assert "…" not in shown and "--no-allow-fallback for false" in " ".join(shown.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("http", "keys", "warned"),
+    [
+        ("0.0.0.0:8080", {}, True),
+        ("[::]:8080", {}, True),
+        ("10.0.0.1:8080", {}, True),
+        ("0.0.0.0:8080", {"ann": "k"}, False),
+        ("127.0.0.1:8080", {}, False),
+        ("[::1]:8080", {}, False),
+        ("localhost:8080", {}, False),
+    ],
+)
+def test_an_api_that_whoever_reaches_it_can_use_is_warned_of(
+    http: str, keys: dict[str, str], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    from zerocopy.daemon.main import _warn_of_an_open_door
+
+    _warn_of_an_open_door(DaemonConfig(http=http, api_keys=keys))
+    assert ("no API key" in caplog.text) == warned

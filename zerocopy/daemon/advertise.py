@@ -28,7 +28,7 @@ def advertised(bound: str, setting: str | None) -> tuple[str, ...]:
     if setting is not None:
         why = refuse_advertising(parse(setting))
         if why is not None and not (listening and listening.is_loopback):
-            raise LinkError("bad-advertise", f"cannot advertise {why}, with --advertise")
+            raise LinkError("bad-advertise", f"cannot advertise this: {why}, with --advertise")
         return (setting,)
     if listening is None or not listening.is_unspecified:
         return (bound,)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -58,6 +59,7 @@ async def serve(
         await endpoint.close()
         return EXIT_FAILED
     _warn_of_a_neighbour(config)
+    _warn_of_an_open_door(config)
     engine = asyncio.create_task(core.worker.run())
     dialling = asyncio.create_task(core.peers.dial(endpoint))
     await _first_of(asyncio.wait({engine}), signals.acquire())
@@ -121,7 +123,8 @@ async def _bind(config: DaemonConfig, core: Core, endpoint: BothEndpoints) -> we
     except OSError as error:
         # uvloop's own words repeat the address; a name that does not resolve has no errno of the system's.
         why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
-        hint = "is a daemon running there already? Else choose another --http"
+        taken = error.errno == errno.EADDRINUSE
+        hint = f"{'is a daemon running there already? Else ' if taken else ''}choose another --http"
         raise OSError(f"cannot serve HTTP on {config.http}: {why}: {hint}") from error
     log_event("listening", address=bound, detail=f"HTTP on http://{http}")
     return runner
@@ -139,4 +142,15 @@ def _warn_of_a_neighbour(config: DaemonConfig) -> None:
             level=logging.WARNING,
             address=near,
             detail="this is a peer on the same machine: start both with --cores shared, unless a tunnel begins here",
+        )
+
+
+def _warn_of_an_open_door(config: DaemonConfig) -> None:
+    """Who reaches the HTTP API may use it; only on loopback that goes without saying."""
+    if not is_loopback(config.http) and not config.tenant_keys():
+        log_event(
+            "no API key",
+            level=logging.WARNING,
+            address=config.http,
+            detail="whoever reaches the HTTP API can use it: give --api-key-file, or --http on loopback",
         )

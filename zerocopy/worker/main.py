@@ -59,8 +59,8 @@ def main(argv: list[str], open_engine: Callable[[WorkerOptions], Runtime] = open
         except EngineError as error:
             channel.send(StartFailed(error.reason, str(error)))
             return 1
-        channel.send(Ready(runtime.facts, os.getpid()))
-        with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the daemon is gone
+            channel.send(Ready(runtime.facts, os.getpid()))
             worker.run()
         runtime.close()
     return 0
