@@ -108,7 +108,7 @@ def processes(word: str) -> list[Path]:
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        ("25gbit", "honestly up to 10gbit"),
+        ("25gbit", "rate is emulated honestly up to 10gbit"),
         ("5gbit,rtt=1ms", "rate and rtt are emulated honestly up to 4gbit"),
         ("3gbit,loss=1%", "rate and loss are emulated honestly up to 2gbit"),
         ("2gbit,rtt=1ms,loss=1%", "rate and rtt and loss are emulated honestly up to 1.5gbit"),

@@ -324,7 +324,8 @@ class OutgoingService:
             self.refuse(link, prefill, "queue-full", f"the prefiller has {MAX_QUEUED} prompts queued")
         elif prefill.tokens > self.worker.facts.n_ctx:
             have, want = self.worker.facts.n_ctx, prefill.tokens
-            self.refuse(link, prefill, "context-length", f"the prefiller holds {have} tokens, the prompt has {want}")
+            sentence = f"the prefiller holds {have} tokens, the prompt has {want}: start it with a larger --n-ctx"
+            self.refuse(link, prefill, "context-length", sentence)
         else:
             try:
                 facts = fitted(self.worker.facts, prefill.largest_page)
