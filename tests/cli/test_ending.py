@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from transport.quic_choice import built
 from zerocopy.cli.ending import held_back, temporary_folder, told_once
 
 
@@ -49,6 +50,37 @@ def test_a_command_told_to_end_while_it_starts_leaves_no_folder(tmp_path: Path, 
     finally:
         process.kill()
     assert list(tmp_path.iterdir()) == []
+
+
+COMPILER = """#!/bin/sh
+touch $TMPDIR/file.o
+[ $WAITING = compiler ] && touch $BEGUN && exec sleep 60
+while [ $1 != -o ]; do shift; done
+printf '#!/bin/sh\ntouch $BEGUN\nexec sleep 60\n' > $2
+chmod +x $2
+"""
+
+
+@pytest.mark.skipif(not built(), reason="ngtcp2 is not installed")
+@pytest.mark.parametrize("waiting", ["compiler", "program"])
+def test_what_a_measurement_waits_for_ends_with_it(tmp_path: Path, waiting: str) -> None:
+    """Also when a thread waits, and also a compiler's own files."""
+    folder, begun, compiler = (tmp_path / name for name in ("tmp", "begun", "cc"))
+    folder.mkdir()
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o700)
+    words = [sys.executable, "-m", "zerocopy", "bench", "link", "--transport", "quic", "--seconds", "0.05"]
+    environment = {"TMPDIR": str(folder), "CC": str(compiler), "WAITING": waiting, "BEGUN": str(begun)}
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, env=os.environ | environment)
+    try:
+        while not begun.exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+    assert list(folder.iterdir()) == []
 
 
 TESTS = """

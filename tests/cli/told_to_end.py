@@ -29,7 +29,7 @@ from zerocopy.cli.ending import temporary_folder
 from zerocopy.cli.hosts import Hosts
 
 STEP = 13
-PESTERED = 20
+PESTERED = 8
 COMMAND = ("sh", "-c", "exec sleep 60")
 MARK = "TOLD_TO_END"  # in the environment of what a command starts
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
+import psutil
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from zerocopy.cli.ending import temporary_folder
+from zerocopy.cli.ending import temporary_folder, told_once
 from zerocopy.cli.screen import CliError, ExitCode, bytes_text, pairs, show, show_json, table
 from zerocopy.cli.workload import Arrival, Profile, TraceError, read_trace
 from zerocopy.config import Placement
@@ -105,6 +106,7 @@ def link(
             target, references = b.Target(open_store(keys).directory, peer, connect), None
         else:
             folder = stack.enter_context(temporary_folder("zc-bench-"))
+            stack.enter_context(told_once(_end_children))
             target = stack.enter_context(b.other_end_here(folder))
             references = b.references(plan, target, folder)
         step = stack.enter_context(_progress(plan.steps))
@@ -307,6 +309,13 @@ def _why(report: Any) -> str:
 
 def _speed(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.2f} Gb/s"
+
+
+def _end_children() -> None:
+    """A thread that waits for one, for minutes maybe, hears of no signal."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.terminate()
 
 
 @contextlib.contextmanager

@@ -57,8 +57,10 @@ class References:
         backend = find_backend("gnutls" if "GnuTLS" in engine_name() else "openssl")  # what the link itself runs on
         assert backend is not None
         command = [os.environ.get("CC", "cc"), "-std=c11", "-O2", "-o", str(self._program), str(source)]
+        scratch = os.environ | {"TMPDIR": str(self._program.parent)}  # a compiler that is killed leaves its files
+        command += compiler_arguments(backend)
         try:
-            done = subprocess.run([*command, *compiler_arguments(backend)], capture_output=True, text=True)
+            done = subprocess.run(command, capture_output=True, text=True, env=scratch)
         except OSError as error:
             return f"{command[0]}: {error.strerror or error}"
         return f"{command[0]} failed: {_last_line(done.stderr)}" if done.returncode else ""
