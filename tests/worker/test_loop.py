@@ -231,6 +231,26 @@ def test_a_prompt_that_comes_during_an_engine_call_is_in_the_next_one(daemon: Op
     assert calls[:4] == [1, 1, 1, 2]
 
 
+def test_a_first_token_comes_before_more_of_another_prompt_is_read(daemon: Open) -> None:
+    """Q1: in one call with a chunk it would come a chunk later. The tokens after it share calls with chunks."""
+    host, calls = daemon(), list[list[int]]()
+    (pool,) = host.pools[:1]
+    evaluate = pool.evaluate
+
+    def recording(rows: Sequence[Row]) -> list[Output]:
+        calls.append([len(row.tokens) for row in rows])
+        if len(calls) == 1:
+            host.generate(2, prompt(200), lane=1)
+        return evaluate(rows)
+
+    pool.evaluate = recording  # type: ignore[method-assign]
+    host.generate(1, prompt(10), max_tokens=4)
+    host.hear(p.Generated, 1)
+    assert calls[0] == [9]
+    assert calls[1] == [1], "its first token waited for a chunk of the other prompt"
+    assert [call[0] for call in calls[2:4]] == [1, 1] and all(len(call) == 2 for call in calls[2:4])
+
+
 def test_a_sequence_that_ended_leaves_the_engine_before_the_daemon_lets_go_of_it(daemon: Open) -> None:
     """Its cells would be in the way of the next call, which the daemon's answer does not reach in time."""
     host = daemon()

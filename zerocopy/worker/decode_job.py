@@ -68,6 +68,11 @@ class DecodeJob:
         """Nothing but the prompt decided the last bit."""
         return not self.shared or self._runtime.facts.batch_invariant
 
+    @property
+    def starting(self) -> bool:
+        """Its prompt has been read and its first token is not known."""
+        return self.decoding and self._logits is None
+
     def wanted(self) -> Row | None:
         return self._row
 

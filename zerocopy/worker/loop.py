@@ -51,7 +51,8 @@ class _Station:
         job.lane.clear()
 
     def batch(self) -> list[tuple[Job, Row]]:
-        """What the next engine call evaluates: a token of every generation, then slices of prompts."""
+        """What the next engine call evaluates: a token of every generation, then slices of prompts. None of those while
+        a sequence waits for its first token: a chunk of another's prompt takes many times as long as that."""
         wanted = {number: (job, row) for number, job in self.jobs.items() if (row := job.wanted()) is not None}
         waiting = [
             Waiting(number, arrived, len(row.tokens), job.remaining, job.whole_slices)
@@ -59,6 +60,8 @@ class _Station:
             if not job.decoding
         ]
         generating = [pair for pair in wanted.values() if pair[0].decoding]
+        if any(job.starting for job, _ in generating):
+            return generating
         for number, tokens in self._scheduler.slices(waiting, len(generating)):
             job, row = wanted[number]
             generating.append((job, Row(row.lane, row.tokens[:tokens], row.start)))

@@ -32,6 +32,7 @@ class PrefillJob:
     """Two strands: the loop has `wanted()` evaluated whenever it composes a batch, and calls `work()` to export."""
 
     decoding = False
+    starting = False
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """What one iteration of the worker's loop does. Pure: time and work come in as arguments.
 
 An iteration is one engine call per pool, then some copying. The call holds one token of every sequence that
-generates (later: a draft of several) and slices of prompts up to a token budget; copying is pages in and out. So the
+generates (later: a draft of several) and slices of prompts up to a token budget, unless a prompt has just been read:
+then its first token comes before more prompt. Copying is pages in and out. So the
 gap between two tokens of a sequence is bounded by one budget of prompt and one share of copying, however much waits.
 
 A prompt that is alone is evaluated chunk by chunk. Of several, the last that goes into a call is cut to what is left
