@@ -381,7 +381,8 @@ def test_without_a_prefiller_a_request_runs_here_and_says_why() -> None:
             task = background(gather(one.generate(MOVED)))
             one.answer(await one.worker.got(p.Generate), "x")
             started = (await task)[0]
-            assert started == Started("local", None, "no usable prefiller (p: not connected yet)", 70)
+            why = "no-prefiller: no usable prefiller (p: not connected yet)"
+            assert started == Started("local", None, why, 70)
             assert one.metric("zc_fallbacks_total", reason="no-prefiller") == 1
 
     run(scenario())

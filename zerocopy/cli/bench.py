@@ -324,10 +324,10 @@ def _progress(steps: int) -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True, highlight=False)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=steps, completed=-1)
+        task = bar.add_task("", total=steps, completed=-1, visible=False)
 
         def step(what: str) -> None:
-            bar.update(task, advance=1, description=what)
+            bar.update(task, advance=1, description=what, visible=True)
 
         yield step
 

@@ -253,7 +253,7 @@ async def _sweep(
 
 def _named(setting: Setting) -> str:
     cut = f"{setting.datagram_bytes} B" if setting.datagram_bytes else f"{setting.record_bytes >> 10} KiB"
-    return f"{setting.streams} streams, {cut}, {setting.page_bytes >> 10} KiB"
+    return f"{setting.streams} stream{'s' if setting.streams > 1 else ''}, {cut}, {setting.page_bytes >> 10} KiB"
 
 
 @contextlib.asynccontextmanager
