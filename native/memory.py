@@ -2,7 +2,7 @@
 
 Memory has no name that outlives its creation: memfd on Linux, POSIX shared memory unlinked at once elsewhere. It is
 pre-faulted in every process that maps it, kept out of core dumps where the kernel can, and never remapped. Size and
-number are the caller's to bound (`native.pool`). Owns no layout: `native.ring` and `native.slab` do.
+number are the caller's to bound. Owns no layout: `native.ring` and `native.slab` do.
 """
 
 from __future__ import annotations

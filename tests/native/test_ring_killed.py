@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from native.pool import Pool
 from native.ring import Ring
 from native.slab import Slab
 from tests.native.conftest import ROOT, Spawn, open_descriptors
@@ -34,13 +33,13 @@ def test_every_step_in_the_c_code_has_a_kill_test() -> None:
 
 
 @pytest.fixture
-def pool() -> Iterator[Pool[Ring]]:
-    """A pool whose one ring must be back, with its descriptors and memory gone, when the test ends."""
+def ring() -> Iterator[Ring]:
+    """Nothing of it may be held when the test ends; its descriptors and memory go with it."""
     before = open_descriptors()
-    pool = Pool([Ring.create(16384, "killed")], Ring.recycle)
-    yield pool
-    assert (pool.in_use, pool.reserved_bytes) == (0, 0)
-    pool.close()
+    ring = Ring.create(16384, "killed")
+    yield ring
+    ring.recycle()
+    ring.close()
     assert open_descriptors() <= before
     assert "killed" not in Path("/proc/self/maps").read_text()
 
@@ -52,10 +51,8 @@ def push(ring: Ring, number: int) -> None:
     slot.commit()
 
 
-def acquire_at_the_wrap(pool: Pool[Ring]) -> Ring:
-    """A ring in which the next record of 1000 bytes must wrap, with record 7 unread before it and bells armed."""
-    ring = pool.acquire()
-    assert ring is not None
+def fill_to_the_wrap(ring: Ring) -> None:
+    """The next record of 1000 bytes must wrap; record 7 is unread before it, and the bells are armed."""
     for _ in range(ring.capacity // Ring.record_bytes(1000) - 1):
         push(ring, 1)
         record = ring.read()
@@ -64,7 +61,6 @@ def acquire_at_the_wrap(pool: Pool[Ring]) -> Ring:
     push(ring, 7)
     ring.clear_data_bell()
     ring.clear_space_bell()
-    return ring
 
 
 def wait_until_killed(process: object) -> None:
@@ -89,18 +85,16 @@ def is_zero(fd: int) -> bool:
         return not any(memory[65536:])
 
 
-def serves_again(pool: Pool[Ring]) -> None:
-    ring = pool.acquire()
-    assert ring is not None
+def serves_again(ring: Ring) -> None:
     push(ring, 9)
     assert rung(ring.data_fd)
     assert read_all(ring) == [page(9, 1000)]
-    pool.release(ring)
+    ring.recycle()
 
 
 @pytest.mark.parametrize("step", PRODUCING)
-def test_the_consumer_survives_a_producer_killed_at(step: str, pool: Pool[Ring], spawn: Spawn) -> None:
-    ring = acquire_at_the_wrap(pool)
+def test_the_consumer_survives_a_producer_killed_at(step: str, ring: Ring, spawn: Spawn) -> None:
+    fill_to_the_wrap(ring)
     wait_until_killed(spawn("produce_and_die", ring.handle, step=step))
     assert ring.producer_age_s() < 60
     committed = step in (*FINISH, "committed")
@@ -112,26 +106,26 @@ def test_the_consumer_survives_a_producer_killed_at(step: str, pool: Pool[Ring],
     assert read_all(ring) == []
     assert ring.used_bytes == 0
     epoch = ring.epoch
-    assert pool.release(ring) == ring.capacity
+    assert ring.recycle() == ring.capacity
     assert ring.epoch == epoch + 1 and is_zero(ring.handle.memory_fd)
-    serves_again(pool)
+    serves_again(ring)
 
 
 @pytest.mark.parametrize("step", ABORTING)
-def test_the_consumer_survives_a_producer_killed_while_aborting_at(step: str, pool: Pool[Ring], spawn: Spawn) -> None:
-    ring = acquire_at_the_wrap(pool)
+def test_the_consumer_survives_a_producer_killed_while_aborting_at(step: str, ring: Ring, spawn: Spawn) -> None:
+    fill_to_the_wrap(ring)
     wait_until_killed(spawn("produce_and_die", ring.handle, step=step, abort=True))
     assert ring.recover("producer") == (step == "abort-marked")
     assert read_all(ring) == [page(7, 1000)]
     assert ring.used_bytes == 0
-    pool.release(ring)
+    ring.recycle()
     assert is_zero(ring.handle.memory_fd)
-    serves_again(pool)
+    serves_again(ring)
 
 
 @pytest.mark.parametrize("step", CONSUMING)
-def test_the_producer_survives_a_consumer_killed_at(step: str, pool: Pool[Ring], spawn: Spawn) -> None:
-    ring = acquire_at_the_wrap(pool)
+def test_the_producer_survives_a_consumer_killed_at(step: str, ring: Ring, spawn: Spawn) -> None:
+    fill_to_the_wrap(ring)
     push(ring, 8)  # after the padding
     wait_until_killed(spawn("consume_and_die", ring.handle, step=step))
     assert ring.consumer_age_s() < 60
@@ -140,23 +134,23 @@ def test_the_producer_survives_a_consumer_killed_at(step: str, pool: Pool[Ring],
     assert ring.used_bytes == 0
     push(ring, 9)  # a new consumer may go on in the same epoch
     assert read_all(ring) == [page(9, 1000)]
-    assert pool.release(ring) == ring.capacity
+    assert ring.recycle() == ring.capacity
     assert is_zero(ring.handle.memory_fd)
-    serves_again(pool)
+    serves_again(ring)
 
 
 @pytest.mark.parametrize("step", RECYCLING)
-def test_a_ring_is_recycled_after_whoever_recycled_it_was_killed_at(step: str, pool: Pool[Ring], spawn: Spawn) -> None:
-    ring = acquire_at_the_wrap(pool)
+def test_a_ring_is_recycled_after_whoever_recycled_it_was_killed_at(step: str, ring: Ring, spawn: Spawn) -> None:
+    fill_to_the_wrap(ring)
     wait_until_killed(spawn("recycle_and_die", ring.handle, step=step))
     ring.recover("consumer")
-    pool.release(ring)
+    ring.recycle()
     assert is_zero(ring.handle.memory_fd)
-    serves_again(pool)
+    serves_again(ring)
 
 
-def test_a_producer_with_a_claim_of_its_own_survives_its_consumer(pool: Pool[Ring], spawn: Spawn) -> None:
-    ring = acquire_at_the_wrap(pool)
+def test_a_producer_with_a_claim_of_its_own_survives_its_consumer(ring: Ring, spawn: Spawn) -> None:
+    fill_to_the_wrap(ring)
     push(ring, 8)
     mine = ring.claim(1000)
     assert mine is not None
@@ -168,18 +162,17 @@ def test_a_producer_with_a_claim_of_its_own_survives_its_consumer(pool: Pool[Rin
     assert ring.recover("consumer") == 2
     assert ring.used_bytes == Ring.record_bytes(1000)  # the claim is still being written
     mine.abort()
-    pool.release(ring)
-    serves_again(pool)
+    ring.recycle()
+    serves_again(ring)
 
 
-def test_a_ring_held_by_a_dead_consumer_is_not_recycled_before_recovery(pool: Pool[Ring], spawn: Spawn) -> None:
-    ring = acquire_at_the_wrap(pool)
+def test_a_ring_held_by_a_dead_consumer_is_not_recycled_before_recovery(ring: Ring, spawn: Spawn) -> None:
+    fill_to_the_wrap(ring)
     wait_until_killed(spawn("consume_and_die", ring.handle, step="before release"))
     with pytest.raises(Exception, match="recover if it is dead"):
-        pool.release(ring)
-    assert pool.in_use == 1
+        ring.recycle()
     ring.recover("consumer")
-    pool.release(ring)
+    ring.recycle()
 
 
 @pytest.mark.parametrize("step", OWNING)
