@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from tests.daemon.wires import Refuses, joined, run, until
-from transport.link import Link, PageSink
+from transport.link import Link, LinkError, PageSink
 from zerocopy.daemon import forward as module
 from zerocopy.daemon.forward import Forwarding
 from zerocopy.daemon.requests import Delta, Event, Finished, GenerationRequest, RequestError, Started
-from zerocopy.handoff.messages import CancelGenerate, Generate, GenerateEnd, GenerateEvent, decode, encode
+from zerocopy.handoff.messages import MAX_PAYLOAD, CancelGenerate, Generate, GenerateEnd, GenerateEvent, decode, encode
 from zerocopy.worker.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("transport")
@@ -216,6 +216,25 @@ def test_a_link_that_is_gone_already_is_an_answer_too(tmp_path: Path) -> None:
             link.close("test")
             error = await refused(asked.forwarding.forward(link, REQUEST))
             assert (error.reason, error.status) == ("link-lost", 503)
+
+    run(scenario())
+
+
+def test_an_answer_that_the_link_has_no_room_for_ends_the_request(tmp_path: Path) -> None:
+    """The other end stood still for a while: it must not wait for the rest of an answer that nobody sends."""
+
+    async def scenario() -> None:
+        async def fill() -> None:
+            (link,) = serving.links
+            for size in (MAX_PAYLOAD, 1 << 16, 1 << 10, 0):  # without a pause in which any could leave
+                with contextlib.suppress(LinkError):
+                    while True:
+                        link.send(encode(GenerateEvent(request_id=b"?" * 16, payload=bytes(size))))
+
+        async with doors(tmp_path, STARTED, fill, *ANSWER[1:]) as (asking, serving, link):
+            failure = await asyncio.wait_for(refused(asking.forwarding.forward(link, REQUEST)), 30)
+            assert failure.reason == "link-lost"
+            await until(lambda: serving.closed == 1)
 
     run(scenario())
 

@@ -1,7 +1,7 @@
 """A front door on a host that does not decode: the request travels to a peer that does, its events travel back.
 
 Both ends are here. The serving end runs the request as if it had come to its own front door. Bound: `MAX_FORWARDED`
-requests per link; a cancelled or lost request is cancelled at the other end too.
+requests of all peers; a cancelled or lost request is cancelled at the other end too.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class Forwarding:
         request_id = secrets.token_bytes(16)
         inbox: asyncio.Queue[GenerateEvent | GenerateEnd] = asyncio.Queue()
         self._asked[request_id] = (link, inbox)
-        ended = False
+        ended = True
         try:
             link.send(_ask(request_id, request))
+            ended = False
             while not ended:
                 message = await inbox.get()
                 ended = isinstance(message, GenerateEnd)
@@ -116,8 +117,8 @@ class Forwarding:
         except asyncio.CancelledError:  # the peer wants no more of it, or this host stops
             _send(link, _failed(message.request_id, RequestError("cancelled", "the decode host gave the request up")))
             raise
-        except LinkError:
-            pass  # nobody is left to tell
+        except LinkError as error:
+            link.close(error.reason)  # see `_send`
         except Exception:
             logging.getLogger(__name__).exception("forwarded request failed by a bug")
             bug = RequestError("internal", "internal error: see the decode host's log", 500)
@@ -166,5 +167,8 @@ def _failed(request_id: bytes, error: RequestError) -> GenerateEnd:
 
 
 def _send(link: Link, message: GenerateEnd | CancelGenerate) -> None:
-    with contextlib.suppress(LinkError):
+    """Or the link ends, if it had not: where it has no room for more the other end would wait, or work, for ever."""
+    try:
         link.send(encode(message))
+    except LinkError as error:
+        link.close(error.reason)
