@@ -150,6 +150,15 @@ _ANNOUNCE, _DONE, _BYE = 6, 7, 9
 _CODES: Final = {kind: code for code, (kind, _) in _FIXED.items()}
 
 
+def check_hello(message: Internal | None, peer: str) -> None:
+    """Raises LinkError unless it is the hello of a peer that speaks this version. None: an application's message."""
+    if not isinstance(message, Hello):
+        raise malformed("the first message was no hello")
+    if message.version != VERSION:
+        versions = f"{peer} speaks link version {message.version}, this host {VERSION}"
+        raise LinkError("version-mismatch", f"{versions}: install the same zc-handoff on both")
+
+
 def encode(message: Internal) -> bytes:
     if isinstance(message, Announce):
         return struct.pack("<BQ", _ANNOUNCE, message.page) + message.announcement
@@ -266,6 +275,13 @@ class PageShape:
         if not (0 < payload_bytes <= MAX_PAYLOAD and MIN_RECORD <= record_bytes <= MAX_RECORD):
             raise malformed(f"page of {payload_bytes} bytes in records of {record_bytes}")
         return cls(payload_bytes, record_bytes, data[_PAGE.size :])
+
+
+def check_page(header: bytes, payload: memoryview) -> None:
+    """Raises LinkError for a page that no link takes."""
+    if not 0 < len(header) <= MAX_HEADER or not 0 < payload.nbytes <= MAX_PAYLOAD:
+        sizes = f"page of {payload.nbytes} bytes, header of {len(header)}"
+        raise LinkError("page-bounds", f"{sizes}: split it or fix the caller")
 
 
 def preamble(stream_id: bytes) -> bytes:

@@ -13,11 +13,15 @@ both sides.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 MAX_HEADER: Final = 256
 MAX_MESSAGE: Final = 8 << 20  # a token history of 1M tokens is 4 MiB; a manifest of a long prompt well below
 MAX_QUEUED_MESSAGES: Final = 4096
+MAX_QUEUED_BYTES: Final = 8 * MAX_MESSAGE  # of those messages
+MAX_LINKS_PER_PEER: Final = 8  # a peer that restarts may come back before its old link was found dead
 
 
 class LinkError(Exception):
@@ -26,6 +30,15 @@ class LinkError(Exception):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. A dead peer is noticed after at most `dead_s + ping_s`."""
+
+    ping_s: float = 1.0
+    dead_s: float = 10.0
+    greet_s: float = 5.0  # for a stranger to prove its key, and for a peer to answer a connect
 
 
 class Landing(Protocol):
@@ -86,6 +99,13 @@ class Link(Protocol):
         it stops the page at the next record and *still resolves only when* `payload` is no longer read."""
 
     def close(self, reason: str) -> None: ...
+
+
+def check_share(link: Link, links: Iterable[Link]) -> None:
+    """Raises LinkError when the peer of `link`, which is one of an endpoint's `links`, has more than it may."""
+    alike = sum(other.peer == link.peer for other in links)
+    if alike > MAX_LINKS_PER_PEER:
+        raise LinkError("too-many-links", f"{link.peer} has {alike - 1} links already: close some")
 
 
 class Endpoint(Protocol):

@@ -20,8 +20,8 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from transport.frames import MAX_PAYLOAD, WINDOW, PageShape, malformed
-from transport.link import MAX_HEADER, LinkError
+from transport.frames import WINDOW, PageShape, check_page, malformed
+from transport.link import LinkError
 from transport.rate import BandwidthEstimate
 from transport.stats import TcpStats
 
@@ -86,10 +86,7 @@ class OutgoingPages:
 
     def put(self, header: bytes, payload: memoryview, loop: asyncio.AbstractEventLoop) -> PageFuture:
         """Queue one page. Raises LinkError when closed, full, or the page is out of bounds."""
-        if not 0 < len(header) <= MAX_HEADER or not 0 < payload.nbytes <= MAX_PAYLOAD:
-            raise LinkError(
-                "page-bounds", f"page of {payload.nbytes} bytes, header of {len(header)}: split it or fix the caller"
-            )
+        check_page(header, payload)
         future = PageFuture(loop)
         page = OutgoingPage(PageShape(payload.nbytes, self._record_bytes, header), payload.cast("B"), future)
         future.stop = lambda: self._cancel(page)

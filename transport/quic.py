@@ -18,13 +18,11 @@ from typing import Any, Final
 from native._quic import ffi
 from transport.address import Address, SocketAddress, from_socket, parse, resolve
 from transport.keys import KeyStore
-from transport.link import LinkError, LinkOwner
+from transport.link import LinkError, LinkOwner, Timing, check_share
+from transport.mailbox import Mailbox
 from transport.quic_engine import Congestion, Engine, EngineOptions
 from transport.quic_link import QuicLink
-from transport.tcp_control import Mailbox
-from transport.tcp_link import Timing
 
-MAX_LINKS_PER_PEER: Final = 8  # a peer that restarts may come back before its old link was found dead
 _ANYWHERE: Final = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 
 
@@ -228,9 +226,7 @@ class QuicEndpoint:
     # -- for links
 
     def link_opening(self, link: QuicLink) -> None:
-        alike = sum(other.peer == link.peer for other in self._links)
-        if alike > MAX_LINKS_PER_PEER:
-            raise LinkError("too-many-links", f"{link.peer} has {alike - 1} links already: close some")
+        check_share(link, self._links)
 
     def link_ended(self, link: QuicLink) -> None:
         self._links.discard(link)

@@ -23,22 +23,31 @@ from native._quic import ffi, lib
 from transport.frames import (
     APPLICATION,
     INTERNAL,
-    MAX_PAYLOAD,
     VERSION,
     FrameReader,
     Hello,
+    check_hello,
+    check_page,
     decode,
     encode,
     frame,
     malformed,
 )
 from transport.incoming import wipe
-from transport.link import MAX_HEADER, MAX_MESSAGE, MAX_QUEUED_MESSAGES, Landing, LinkError, LinkOwner, PageSink
+from transport.link import (
+    MAX_MESSAGE,
+    MAX_QUEUED_BYTES,
+    MAX_QUEUED_MESSAGES,
+    Landing,
+    LinkError,
+    LinkOwner,
+    PageSink,
+    Timing,
+)
+from transport.mailbox import Mailbox
 from transport.outgoing import MAX_QUEUED_PAGES, PageFuture
 from transport.quic_engine import Engine
 from transport.rate import BandwidthEstimate
-from transport.tcp_control import MAX_QUEUED_BYTES, Mailbox
-from transport.tcp_link import Timing
 
 FLUSH_S: Final = 1.0  # for the last messages of a closing link
 _CRYPTO_ERROR: Final = 0x100  # RFC 9001, 4.8: plus a TLS alert
@@ -120,10 +129,7 @@ class QuicLink:
     def send_page(self, header: bytes, payload: memoryview) -> PageFuture:
         if self._error is not None or not self._greeted:
             raise self._closed()
-        if not 0 < len(header) <= MAX_HEADER or not 0 < payload.nbytes <= MAX_PAYLOAD:
-            raise LinkError(
-                "page-bounds", f"page of {payload.nbytes} bytes, header of {len(header)}: split it or fix the caller"
-            )
+        check_page(header, payload)
         if len(self._outgoing) >= MAX_QUEUED_PAGES:
             raise LinkError("queue-full", f"{MAX_QUEUED_PAGES} pages wait already: wait for some to leave")
         name, future, view = next(self._names), PageFuture(self._loop), payload.cast("B")
@@ -161,12 +167,7 @@ class QuicLink:
             self._tell(INTERNAL, encode(Hello(VERSION)))
 
     def _greet(self, channel: int, body: bytes) -> None:
-        message = decode(body) if channel == INTERNAL else None
-        if not isinstance(message, Hello):
-            raise malformed("the first message was no hello")
-        if message.version != VERSION:
-            versions = f"{self.peer} speaks link version {message.version}, this host {VERSION}"
-            raise LinkError("version-mismatch", f"{versions}: install the same zc-handoff on both")
+        check_hello(decode(body) if channel == INTERNAL else None, self.peer)
         self._host.link_opening(self)
         if not self._connecting:
             self._tell(INTERNAL, encode(Hello(VERSION)))

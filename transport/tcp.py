@@ -15,14 +15,13 @@ from transport.address import parse, resolve
 from transport.dial import dial
 from transport.frames import ID_BYTES, KEY_BYTES, MAGIC, MAX_RECORD, MIN_RECORD, OPENING, PREAMBLE, key_chains
 from transport.keys import KeyStore
-from transport.link import LinkError, LinkOwner
+from transport.link import LinkError, LinkOwner, Timing, check_share
 from transport.streams import StreamCount, usable_cores
 from transport.tcp_bulk import SOCKET_BUFFER
 from transport.tcp_control import Control
 from transport.tcp_door import Door, DoorCounts, StrangerLimits
-from transport.tcp_link import MAX_STREAMS, TcpLink, Timing, check_opening, opening, receive_exactly
+from transport.tcp_link import MAX_STREAMS, TcpLink, check_opening, opening, receive_exactly
 
-MAX_LINKS_PER_PEER: Final = 8  # a peer that restarts may come back before its old link was found dead
 DEFAULT_RECORD_BYTES: Final = (
     2 << 20
 )  # measured beside 256 KiB to 4 MiB: each costs its Python, cold, and some wake-ups
@@ -180,9 +179,7 @@ class TcpEndpoint:
     # -- for links
 
     def link_opening(self, link: TcpLink) -> None:
-        alike = sum(other.peer == link.peer for other in self._links)
-        if alike > MAX_LINKS_PER_PEER:
-            raise LinkError("too-many-links", f"{link.peer} has {alike - 1} links already: close some")
+        check_share(link, self._links)
 
     def link_ended(self, link: TcpLink) -> None:
         self._links.discard(link)

@@ -1,21 +1,18 @@
-"""The control connection of a link: frames over TLS, in order, bounded, and the loop's side of threads.
+"""The control connection of a link: frames over TLS, in order, bounded.
 
-`Control` is an asyncio protocol; it cuts and joins frames, bounds what waits to be sent, and tells its user. `Mailbox`
-carries calls from threads to the loop with one wake-up for many. Neither knows what a link is.
+`Control` is an asyncio protocol; it cuts and joins frames, bounds what waits to be sent, and tells its user. It knows
+no links.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Final, Protocol, cast
+from typing import Final, Protocol, cast
 
 from transport.frames import FrameReader, frame
-from transport.link import MAX_MESSAGE, MAX_QUEUED_MESSAGES, LinkError
+from transport.link import MAX_MESSAGE, MAX_QUEUED_BYTES, MAX_QUEUED_MESSAGES, LinkError
 
-MAX_QUEUED_BYTES: Final = 8 * MAX_MESSAGE
 _WRITE_BUFFER: Final = 1 << 20
 
 
@@ -110,31 +107,3 @@ class Control(asyncio.Protocol):
                 self._transport.close()
             else:
                 self._transport.abort()
-
-
-class Mailbox:
-    """Calls from any thread, made on the loop in order."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._lock = threading.Lock()
-        self._calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
-
-    def post(self, call: Callable[..., object], *args: Any) -> None:
-        with self._lock:
-            self._calls.append((call, args))
-            wake = len(self._calls) == 1
-        if wake:
-            try:
-                self._loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:
-                return  # the loop is closed: nobody is left to tell
-
-    def _deliver(self) -> None:
-        with self._lock:
-            calls, self._calls = self._calls, []
-        for call, args in calls:
-            try:
-                call(*args)
-            except Exception as error:  # a bug; somebody may wait for what the others do
-                self._loop.call_exception_handler({"message": "a call from a thread failed", "exception": error})

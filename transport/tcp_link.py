@@ -18,7 +18,6 @@ import socket
 import time
 from collections import deque
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from transport.address import SocketAddress
@@ -45,6 +44,7 @@ from transport.frames import (
     Pong,
     RecordHeader,
     StreamReady,
+    check_hello,
     decode,
     encode,
     key_chains,
@@ -55,12 +55,13 @@ from transport.frames import (
 )
 from transport.incoming import IncomingPages
 from transport.keys import KeyStore
-from transport.link import LinkError, LinkOwner
+from transport.link import LinkError, LinkOwner, Timing
+from transport.mailbox import Mailbox
 from transport.outgoing import OutgoingPage, OutgoingPages, PageFuture
 from transport.stats import TcpStats
 from transport.streams import StreamCount
 from transport.tcp_bulk import STREAM_REASONS, BulkStream, tune
-from transport.tcp_control import Control, Mailbox
+from transport.tcp_control import Control
 from transport.tcp_info import TcpInfo
 
 MAX_STREAMS: Final = 16
@@ -70,15 +71,6 @@ MAX_STREAMS: Final = 16
 ACK_DELAY_S: Final = 0.002
 _FLUSH_S: Final = 1.0  # for the last frames of a closing control connection
 _OPEN: Final = RecordHeader(Kind.OPEN, False, 0, 0, 0)
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds. A dead peer is noticed after at most `dead_s + ping_s`."""
-
-    ping_s: float = 1.0
-    dead_s: float = 10.0
-    greet_s: float = 5.0  # for a stranger to prove its key, and for a peer to answer a connect
 
 
 class LinkHost(Protocol):
@@ -184,11 +176,7 @@ class TcpLink:
     def _greeted(self, message: Internal | None) -> None:
         if isinstance(message, Bye):
             raise LinkError(f"peer-closed/{message.reason}", f"{self.peer} refused the link: {message.reason}")
-        if not isinstance(message, Hello):
-            raise malformed("the first message was no hello")
-        if message.version != VERSION:
-            versions = f"{self.peer} speaks link version {message.version}, this host {VERSION}"
-            raise LinkError("version-mismatch", f"{versions}: install the same zc-handoff on both")
+        check_hello(message, self.peer)
         self._host.link_opening(self)
         sink = self._host.owner.link_opened(self)
         self._incoming = IncomingPages(sink, self.stats, self._acknowledge, self._host.timing.dead_s)

@@ -13,8 +13,7 @@ import uvloop
 
 from tests.transport import hosts
 from transport.keys import KeyStore
-from transport.link import Link, LinkOwner, PageSink
-from transport.tcp_link import Timing
+from transport.link import Link, LinkOwner, PageSink, Timing
 from zerocopy.handoff.messages import AnyMessage, decode, encode
 
 QUICK = Timing(ping_s=0.1, greet_s=2.0)

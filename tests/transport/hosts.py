@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from transport.keys import KeyStore
-from transport.link import Landing, Link, LinkOwner
+from transport.link import Landing, Link, LinkOwner, Timing
 from transport.tcp import TcpEndpoint
-from transport.tcp_link import Timing
 
 
 def has_ipv6() -> bool:

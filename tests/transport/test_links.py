@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from transport import tcp
 from transport.address import Address, SocketAddress, parse, resolve
-from transport.link import MAX_MESSAGE, Link, LinkError
-from transport.tcp_control import Mailbox
-from transport.tcp_link import Timing
+from transport.link import MAX_LINKS_PER_PEER, MAX_MESSAGE, Link, LinkError, Timing
+from transport.mailbox import Mailbox
 
 from .conftest import Run
 from .hosts import QUICK, endpoint, linked, mapped, needs_ipv6, pattern, small_steps, sockets, two_hosts, unmap
@@ -404,7 +402,7 @@ def test_one_peer_cannot_hold_more_than_its_share_of_links(run: Run, tmp_path: P
     async def work() -> None:
         async with two_hosts(tmp_path, transport) as (a, b, address):
             twin = endpoint(transport, a.keys, a)  # the same key from elsewhere: only b can count them all
-            for _ in range(tcp.MAX_LINKS_PER_PEER):
+            for _ in range(MAX_LINKS_PER_PEER):
                 await twin.connect("b", address)
             with pytest.raises(LinkError) as caught:
                 await a.endpoint.connect("b", address)

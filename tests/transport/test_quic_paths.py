@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("native._quic", reason="ngtcp2 is not installed")
 
+from transport.link import Timing
 from transport.quic import QuicEndpoint
-from transport.tcp_link import Timing
 
 from .conftest import Run
 from .hosts import Host, linked, pattern, two_hosts

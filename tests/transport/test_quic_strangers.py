@@ -15,10 +15,9 @@ import pytest
 
 pytest.importorskip("native._quic", reason="ngtcp2 is not installed")
 
-from transport.link import LinkError
+from transport.link import LinkError, Timing
 from transport.quic import QuicEndpoint
 from transport.quic_engine import EngineOptions
-from transport.tcp_link import Timing
 
 from .conftest import Run
 from .hosts import Host, pattern, two_hosts

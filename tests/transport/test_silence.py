@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from transport.link import LinkError
-from transport.tcp_link import Timing
+from transport.link import LinkError, Timing
 
 from .conftest import Run
 from .hosts import QUICK, Host, linked, pattern, two_hosts, unmap

@@ -9,8 +9,7 @@ import pytest
 import uvloop
 
 from transport.frames import OPENING, PREAMBLE, RECORD_HEADER, TAG
-from transport.link import LinkError
-from transport.tcp_link import Timing
+from transport.link import LinkError, Timing
 
 from .conftest import Run
 from .hosts import Host, pattern, two_hosts
