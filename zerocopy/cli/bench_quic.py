@@ -33,6 +33,7 @@ class References:
         self._program = folder / "quic_ceiling"
         self._identity = identity
         self._datagrams = datagrams
+        self._environment = os.environ | {"TMPDIR": str(folder)}  # a compiler or pip that is ended leaves its files
         self.absent: dict[str, str] = {}
         if failed := self._build():
             self.absent |= {bare_engine(datagram): failed for datagram in datagrams}
@@ -57,10 +58,9 @@ class References:
         backend = find_backend("gnutls" if "GnuTLS" in engine_name() else "openssl")  # what the link itself runs on
         assert backend is not None
         command = [os.environ.get("CC", "cc"), "-std=c11", "-O2", "-o", str(self._program), str(source)]
-        scratch = os.environ | {"TMPDIR": str(self._program.parent)}  # a compiler that is killed leaves its files
         command += compiler_arguments(backend)
         try:
-            done = subprocess.run(command, capture_output=True, text=True, env=scratch)
+            done = subprocess.run(command, capture_output=True, text=True, env=self._environment)
         except OSError as error:
             return f"{command[0]}: {error.strerror or error}"
         return f"{command[0]} failed: {_last_line(done.stderr)}" if done.returncode else ""
@@ -72,7 +72,9 @@ class References:
 
     def _aioquic(self) -> float | None:
         command = [sys.executable, "-m", "benches.peers", "--only", AIOQUIC, "--rounds", "1", "--mib", "256", "--json"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SAMPLE_S)
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=SAMPLE_S, env=self._environment
+        )
         try:
             report = json.loads(done.stdout)
             if report["rows"]:
