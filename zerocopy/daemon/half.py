@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Generic, TypeVar
 
+from native.memory import NativeError
 from transport.link import Link, LinkError
+from zerocopy.daemon.admission import Ticket
 from zerocopy.daemon.trace import Trace
+from zerocopy.daemon.worker_process import Job, JobFailed, WorkerLost
 from zerocopy.handoff.errors import HandoffError
 from zerocopy.handoff.machine import Action, Ended, Machine, Release, Send
 from zerocopy.handoff.messages import HandoffMessage, encode
@@ -62,6 +65,37 @@ class HandoffHalf(Generic[M]):
             self.fail("link-lost", str(error))
         except HandoffError as error:
             self.fail(error.reason, str(error))
+
+    async def _listen(self, job: Job) -> None:
+        """The worker's reports on this job; cancelled when the transfer is over."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What goes wrong in here ends the handoff."""
+        try:
+            yield
+        except (HandoffError, NativeError, JobFailed, WorkerLost) as error:
+            self.fail(error.reason, str(error))
+
+    @contextlib.asynccontextmanager
+    async def _hearing(self, job: Job, bell: int, ring: Callable[[], None]) -> AsyncIterator[None]:
+        """While this runs the worker's reports are heard, and `ring` is called when the descriptor `bell` is rung."""
+        loop = asyncio.get_running_loop()
+        listener = loop.create_task(self._listen(job))
+        loop.add_reader(bell, ring)
+        try:
+            yield
+        finally:
+            loop.remove_reader(bell)
+            listener.cancel()
+            await asyncio.wait({listener})  # whose cancellation is not this task's
+
+    async def _turn(self, ticket: Ticket) -> None:
+        """Returns once the ticket is granted or the handoff over."""
+        ticket.granted.add_done_callback(lambda _: self._wake.set())
+        while not (ticket.granted.done() or self.machine.over):
+            await self._sleep()
 
     async def _sleep(self) -> None:
         """Until something happened or the machine's deadline."""

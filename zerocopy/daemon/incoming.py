@@ -26,7 +26,7 @@ from zerocopy.daemon.ending import to_the_end
 from zerocopy.daemon.half import HandoffHalf, T
 from zerocopy.daemon.memory import Lease, SharedMemory
 from zerocopy.daemon.trace import Trace
-from zerocopy.daemon.worker_process import Job, JobFailed, WorkerLost, WorkerProcess
+from zerocopy.daemon.worker_process import Job, WorkerProcess
 from zerocopy.handoff.components import HEADER_BYTES, SNAPSHOT, PageHeader
 from zerocopy.handoff.errors import HandoffError, LocalProtocolError, RemoteProtocolError
 from zerocopy.handoff.machine import Action
@@ -129,9 +129,7 @@ class Incoming(HandoffHalf[SinkHandoff]):
             sentence = str(error)
             self._do(self._locked(lambda: self.machine.reject("no-memory", sentence)))
             return
-        ticket.granted.add_done_callback(lambda _: self._wake.set())
-        while not (ticket.granted.done() or self.machine.over):
-            await self._sleep()
+        await self._turn(ticket)
 
     async def _transfer(self, job: Job, request: p.Generate, epoch: int, transfer_s: float) -> None:
         lease = self._lease = self._memory.lend("landing", epoch)
@@ -145,9 +143,7 @@ class Incoming(HandoffHalf[SinkHandoff]):
                 self._locked(lambda: self.machine.reject("page-too-large", sentence, have=str(most), want=str(size)))
             )
             return
-        listener = self._loop.create_task(self._listen(job))
-        self._loop.add_reader(lease.ring.space_fd, self._space_bell)
-        try:
+        async with self._hearing(job, lease.ring.space_fd, self._space_bell):
             self._worker.send(msgspec.structs.replace(request, ring=lease.ring_index, slab=lease.slab_index))
             # Padding at the wrap is always less than the largest record.
             window = lease.ring.capacity - lease.ring.record_bytes(HEADER_BYTES + self.machine.largest_page)
@@ -161,10 +157,6 @@ class Incoming(HandoffHalf[SinkHandoff]):
             self._do(grant)
             while not self.machine.over:
                 await self._sleep()
-        finally:
-            self._loop.remove_reader(lease.ring.space_fd)
-            listener.cancel()
-            await asyncio.wait({listener})  # whose cancellation is not this task's
         if self.machine.outcome is not None and self.machine.outcome.committed:
             self._worker.send(p.Commit(job.number))
 
@@ -188,8 +180,7 @@ class Incoming(HandoffHalf[SinkHandoff]):
         self._step()  # the manifest may be the last thing that was lacking
 
     async def _listen(self, job: Job) -> None:
-        """The worker's reports on this job, up to the commit."""
-        try:
+        with self._failing():
             while not self.machine.over:
                 match await job.next():
                     case p.Imported() as imported:
@@ -201,10 +192,6 @@ class Incoming(HandoffHalf[SinkHandoff]):
                         self.trace.marks["verified"] = time.monotonic()
                         self._compared = verified
                 self._step()
-        except (JobFailed, HandoffError) as error:
-            self.fail(error.reason, str(error))
-        except WorkerLost as error:
-            self.fail("worker-lost", str(error))
 
     def _step(self) -> None:
         """Whatever the machine is ready for now: finish the import, commit."""

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Final
 
-from native.memory import NativeError
 from native.ring import Record
 from transport.link import Link, LinkError
 from zerocopy.daemon.admission import Admission, Refused, Ticket
@@ -23,7 +22,7 @@ from zerocopy.daemon.ending import to_the_end
 from zerocopy.daemon.half import HandoffHalf
 from zerocopy.daemon.memory import Lease, SharedMemory
 from zerocopy.daemon.trace import Trace, busy
-from zerocopy.daemon.worker_process import Job, JobFailed, WorkerLost, WorkerProcess
+from zerocopy.daemon.worker_process import Job, WorkerProcess
 from zerocopy.handoff.components import HEADER_BYTES, SNAPSHOT, ComponentSpec, PageHeader
 from zerocopy.handoff.errors import HandoffError
 from zerocopy.handoff.messages import Abort, HandoffMessage, Prefill, encode, unpack_tokens
@@ -97,16 +96,13 @@ class Outgoing(HandoffHalf[SourceHandoff]):
 
     async def _serve(self) -> None:
         try:
-            self._do(self.machine.reserve())
-            while self.machine.grant is None and not self.machine.over:
-                await self._sleep()
-            if not self.machine.over:
-                self.trace.marks["granted"] = time.monotonic()
-                await self._transfer()
-        except (HandoffError, NativeError) as error:
-            self.fail(error.reason, str(error))
-        except WorkerLost as error:
-            self.fail("worker-lost", str(error))
+            with self._failing():
+                self._do(self.machine.reserve())
+                while self.machine.grant is None and not self.machine.over:
+                    await self._sleep()
+                if not self.machine.over:
+                    self.trace.marks["granted"] = time.monotonic()
+                    await self._transfer()
         finally:
             self._shut_down()
             await to_the_end(self._end())
@@ -128,10 +124,7 @@ class Outgoing(HandoffHalf[SourceHandoff]):
             self.fail("page-too-large", f"the prefiller's pages have {size} bytes, its ring takes {most}: {fix}")
             return
         self._job = self._service.worker.open_job()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(lease.ring.data_fd, self._data_bell)
-        listener = loop.create_task(self._listen(self._job))
-        try:
+        async with self._hearing(self._job, lease.ring.data_fd, self._data_bell):
             self._service.worker.send(
                 p.Prefill(
                     job=self._job.number,
@@ -149,13 +142,9 @@ class Outgoing(HandoffHalf[SourceHandoff]):
             while not self.machine.over:
                 self._pump(lease)
                 await self._sleep()
-        finally:
-            loop.remove_reader(lease.ring.data_fd)
-            listener.cancel()
 
     async def _listen(self, job: Job) -> None:
-        """The worker's reports on this job."""
-        try:
+        with self._failing():
             while True:
                 match await job.next():
                     case p.ChunkDone() as chunk:
@@ -167,10 +156,6 @@ class Outgoing(HandoffHalf[SourceHandoff]):
                         self.trace.marks.update(prefilled.marks)
                         self.trace.exports.extend(prefilled.exports)
                 self._wake.set()
-        except JobFailed as error:
-            self.fail(error.reason, str(error))
-        except WorkerLost as error:
-            self.fail("worker-lost", str(error))
 
     async def _end(self) -> None:
         """Free everything: links first, then the worker, then memory. Also runs while the daemon stops."""
@@ -281,10 +266,8 @@ class Outgoing(HandoffHalf[SourceHandoff]):
     async def _lane(self, ticket: Ticket) -> AsyncIterator[None]:
         """A lane of the prefill pool, once it is this handoff's turn; without it if the handoff ended first."""
         self._ticket = ticket
-        ticket.granted.add_done_callback(lambda _: self._wake.set())
         try:
-            while not (ticket.granted.done() or self.machine.over):
-                await self._sleep()
+            await self._turn(ticket)
             yield
         finally:
             self._service.lanes.give_back(ticket)

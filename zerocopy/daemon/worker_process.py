@@ -36,6 +36,8 @@ STOP_TIMEOUT_S: Final = 5.0
 class WorkerLost(Exception):
     """The worker process ended while a job was open."""
 
+    reason: Final = "worker-lost"
+
 
 class JobFailed(Exception):
     """The worker refused or failed one job; the worker itself lives."""
