@@ -135,7 +135,10 @@ def test_engine_threads_look_shortly_for_each_other_and_shorter_on_shared_cores(
     """Asked of OpenMP itself, in a process of its own: it reads its settings when it is loaded."""
     names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     environment = {k: v for k, v in os.environ.items() if k not in names} | {"OMP_DISPLAY_ENV": "verbose"} | given
-    script = f"from zerocopy.runtime.llama.abi import open_library; open_library(shared_cores={shared})"
+    script = (
+        "import os; from zerocopy.runtime.llama.abi import open_library; before = dict(os.environ); "
+        f"open_library(shared_cores={shared}); assert dict(os.environ) == before, 'children would inherit it'"
+    )
     shown = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=True
     )

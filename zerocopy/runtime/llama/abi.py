@@ -223,9 +223,15 @@ def thread_settings(given: Mapping[str, str], *, shared_cores: bool) -> dict[str
 
 
 def open_library(*, shared_cores: bool = False) -> Library:
-    """The process's one libllama. `shared_cores` is heard by the first caller's only: OpenMP reads it when loaded."""
-    os.environ.update(thread_settings(os.environ, shared_cores=shared_cores))
-    return _library()
+    """The process's one libllama. `shared_cores` is the first caller's to say: OpenMP reads its settings when it is
+    loaded. They do not stay in the environment, where daemons that are started from here would find them."""
+    settings = thread_settings(os.environ, shared_cores=shared_cores)
+    os.environ.update(settings)
+    try:
+        return _library()
+    finally:
+        for name in settings:
+            del os.environ[name]
 
 
 @functools.cache
