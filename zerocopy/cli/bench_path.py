@@ -264,7 +264,7 @@ def _overlap(plan: PathPlan, folder: Path, path_gbps: float, step: Callable[[str
         there, here = (host.trace(handoff) for host in (source, sink))
         rtt_s = (sink.status()["peers"][0]["rtt_ms"] or 0.0) / 1e3
     figures = tail_figures(there, here, path_gbps, rtt_s)
-    figures["tail"] |= {"bandwidth_gbps": round(path_gbps, 3), "host_estimate_gbps": round(known["gbps"], 3)}
+    figures["tail"] |= {"bandwidth_gbps": round(path_gbps, 3), "host_estimate_gbps": known["gbps"]}  # None: not measured
     return figures
 
 
