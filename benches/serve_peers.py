@@ -2,12 +2,12 @@
 
 Three servers with one model, one engine build and as many threads: this program with local prompts, this program with
 prompts handed over between two hosts that share this machine's cores, and the server inside the `xllamacpp` wheel, each
-with its own defaults otherwise. Each is asked the same requests at the same concurrency, in rounds that begin with each
-in turn.
+with its own defaults otherwise. The same requests at the same concurrency are asked of one after the other, in rounds
+that begin with each in turn.
 Prompts alone give the prefill rate, answers to short prompts the decode rate, both together first-token times and gaps.
 Rates and first-token times are medians of the rounds; the gaps of all rounds are one sample, of which p99 is taken.
 Rounds go on until each server has `--gaps` of them: a p99 of fewer than a hundred is their largest, that of 500 has
-five above it; and three at least, for the median of two is the worse one. A round takes 10, 40 and 75 s at concurrency
+five above it; and three at least, for the median of two is the worse one. A round takes 15, 45 and 90 s at concurrency
 1, 4 and 8 on two cores, and 11, 3 and 3 of them are needed.
 Owns the servers' processes and a folder for their keys.
 """
@@ -22,7 +22,7 @@ import os
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -37,6 +37,7 @@ OUTPUT: Final = 48
 WORDS: Final = 40_000  # below SmolLM2's vocabulary
 N_CTX: Final = 1024
 ROUNDS: Final = 3  # at least
+DECODES: Final = 4  # a round
 PEER_NAME: Final = "llama-server"
 RATES: Final = ("prefill_tokens_per_s", "decode_tokens_per_s", "answer_tokens_per_s")
 
@@ -100,14 +101,20 @@ class Round(NamedTuple):
     gaps: list[float]
 
 
-def measure(target: Target, concurrency: int) -> Round:
-    prefilled, prefill_s = ask_all(target, concurrency, PROMPT, 1)
-    decoded, decode_s = ask_all(target, concurrency, 8, OUTPUT)
-    mixed, _ = ask_all(target, concurrency, PROMPT, OUTPUT)
+def ask_each(targets: Mapping[str, Target], concurrency: int) -> dict[str, Round]:
+    """A round: each kind of request is asked of one server after the other, so that what is compared lies seconds
+    apart. Answers to short prompts are asked for `DECODES` times: once takes a third of a second at concurrency 1."""
+    kinds = [(PROMPT, 1), *[(8, OUTPUT)] * DECODES, (PROMPT, OUTPUT)]
+    answers = [{name: ask_all(each, concurrency, *kind) for name, each in targets.items()} for kind in kinds]
+    return {name: _figures([answer[name] for answer in answers]) for name in targets}
+
+
+def _figures(answers: Sequence[tuple[list[Seen], float]]) -> Round:
+    (prefilled, prefill_s), *decodes, (mixed, _) = answers
     figures = {
         "prefill_tokens_per_s": sum(one.prompt_tokens for one in prefilled) / prefill_s,
-        "decode_tokens_per_s": decode_rate(decoded),
-        "answer_tokens_per_s": sum(one.output_tokens for one in decoded) / decode_s,
+        "decode_tokens_per_s": median([decode_rate(seen) for seen, _ in decodes]),
+        "answer_tokens_per_s": median([sum(one.output_tokens for one in seen) / took for seen, took in decodes]),
         "ttft_p50_s": median([one.ttft_s for one in mixed]),
     }
     return Round(figures, [b - a for one in mixed for a, b in pairwise(one.pieces)])
@@ -177,9 +184,9 @@ def run(concurrencies: Sequence[int], gaps: int, threads: int, chunk: int) -> di
             seen: dict[str, list[Round]] = {name: [] for name in targets}
             order = deque(targets)
             while not all(enough(many, gaps) for many in seen.values()):
-                for name in order:
-                    seen[name].append(measure(targets[name], concurrency))
-                    print(f"{name} {seen[name][-1].figures}", file=sys.stderr)
+                for name, one in ask_each({name: targets[name] for name in order}, concurrency).items():
+                    seen[name].append(one)
+                    print(f"{name} {one.figures}", file=sys.stderr)
                 order.rotate(-1)  # a machine that becomes slower meanwhile is not always the same server's loss
             for name, many in seen.items():
                 rows.append(row(name, concurrency, many) | {"spread": spread(many, seen[PEER_NAME])})

@@ -264,7 +264,8 @@ def _overlap(plan: PathPlan, folder: Path, path_gbps: float, step: Callable[[str
         there, here = (host.trace(handoff) for host in (source, sink))
         rtt_s = (sink.status()["peers"][0]["rtt_ms"] or 0.0) / 1e3
     figures = tail_figures(there, here, path_gbps, rtt_s)
-    figures["tail"] |= {"bandwidth_gbps": round(path_gbps, 3), "host_estimate_gbps": known["gbps"]}  # None: not measured
+    estimate = known["gbps"]  # None before a handoff or a probe was long enough to tell
+    figures["tail"] |= {"bandwidth_gbps": round(path_gbps, 3), "host_estimate_gbps": estimate}
     return figures
 
 
