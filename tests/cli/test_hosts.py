@@ -11,7 +11,7 @@ import pytest
 
 from transport.keys import KeyStore
 from zerocopy.cli import hosts as module
-from zerocopy.cli.hosts import Hosts
+from zerocopy.cli.hosts import Hosts, free_port
 from zerocopy.cli.screen import CliError
 
 SCRIPTED = (sys.executable, "-m", "tests.cli.scripted_daemon")
@@ -166,3 +166,12 @@ def test_smollm2_is_found_without_importing_it(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(CliError, match="SmolLM2 is not installed"):
         module.smollm2()
+
+
+def test_no_port_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fourteen hosts' ports are chosen before the first of them binds its own."""
+    first = free_port()
+    other = first + 1 if first < 29_999 else 10_000
+    drawn = iter([first, first, other, *range(10_000, 30_000)])
+    monkeypatch.setattr("random.randrange", lambda low, high: next(drawn))
+    assert free_port() != first

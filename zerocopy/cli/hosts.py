@@ -34,6 +34,8 @@ STOP_TIMEOUT_S: Final = 40.0  # longer than a daemon drains
 REQUEST_TIMEOUT_S: Final = 300.0
 TRACE_TIMEOUT_S: Final = 30.0
 
+_given: Final = set[int]()  # ports, to hosts that may not have bound them yet
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -219,9 +221,12 @@ def smollm2() -> Path:
 
 def free_port() -> int:
     """Below the ports that systems give to outgoing connections: nobody takes it before the daemon binds it, or while
-    the host is down and to be started again."""
+    the host is down and to be started again. No port is given twice in a process."""
     while True:
         port = random.randrange(10_000, 30_000)
+        if port in _given:
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
+            _given.add(port)
             return port
