@@ -184,6 +184,16 @@ def test_a_disk_that_takes_no_more_is_one_line_and_nothing_half_written_is_left(
     assert not [path for path in target.rglob("*") if path.is_file()] and not target.is_file()
 
 
+def test_a_model_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path: Path) -> None:
+    """With --force, too: what is to be replaced goes only for what is whole."""
+    mine = tmp_path / "mine.gguf"
+    mine.write_bytes(b"mine")
+    command = f"ulimit -f 0; exec {sys.executable} -m zerocopy model make llama --force -o {mine}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 1 and f"cannot write {mine}" in done.stderr, done.stderr
+    assert mine.read_bytes() == b"mine" and list(tmp_path.iterdir()) == [mine]
+
+
 def test_at_80_columns_no_flag_and_no_word_of_the_daemons_help_is_cut(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -213,42 +213,41 @@ def test_requests_on_several_lanes_take_their_tokens_in_turn(daemon: Open) -> No
     assert order[order.index(2) : last].count(1) >= 3, "the two did not go on together"
 
 
-def test_a_prompt_that_comes_during_an_engine_call_is_in_the_next_one(daemon: Open) -> None:
-    """Q1: one call later would be a first token later, and beside a prompt's end a call half empty."""
-    host, calls = daemon(), list[int]()
-    (pool,) = host.pools[:1]
-    evaluate = pool.evaluate
-
-    def recording(rows: Sequence[Row]) -> list[Output]:
-        calls.append(len(rows))
-        if len(calls) == 3:
-            host.generate(2, prompt(20), lane=1)
-        return evaluate(rows)
-
-    pool.evaluate = recording  # type: ignore[method-assign]
-    host.generate(1, prompt(10), max_tokens=8)
-    host.hear(p.Generated, 1)
-    assert calls[:4] == [1, 1, 1, 2]
-
-
-def test_a_first_token_comes_before_more_of_another_prompt_is_read(daemon: Open) -> None:
-    """Q1: in one call with a chunk it would come a chunk later. The tokens after it share calls with chunks."""
-    host, calls = daemon(), list[list[int]]()
+def recorded(host: Daemon, number: int, then: Callable[[], None]) -> list[list[int]]:
+    """Fills with the tokens of each row, call by call; `then` comes during that call of the engine."""
+    calls = list[list[int]]()
     (pool,) = host.pools[:1]
     evaluate = pool.evaluate
 
     def recording(rows: Sequence[Row]) -> list[Output]:
         calls.append([len(row.tokens) for row in rows])
-        if len(calls) == 1:
-            host.generate(2, prompt(200), lane=1)
-        return evaluate(rows)
+        if len(calls) == number:
+            then()
+        outputs: list[Output] = evaluate(rows)
+        return outputs
 
-    pool.evaluate = recording  # type: ignore[method-assign]
+    pool.evaluate = recording
+    return calls
+
+
+def test_a_prompt_that_comes_during_an_engine_call_is_in_the_next_one(daemon: Open) -> None:
+    """Q1: one call later would be a first token later, and beside a prompt's end a call half empty."""
+    host = daemon()
+    calls = recorded(host, 3, lambda: host.generate(2, prompt(20), lane=1))
+    host.generate(1, prompt(10), max_tokens=8)
+    host.hear(p.Generated, 1)
+    assert [len(rows) for rows in calls[:4]] == [1, 1, 1, 2]
+
+
+def test_a_first_token_comes_before_more_of_another_prompt_is_read(daemon: Open) -> None:
+    """Q1: in one call with a chunk it would come a chunk later. The tokens after it share calls with chunks."""
+    host = daemon()
+    calls = recorded(host, 1, lambda: host.generate(2, prompt(200), lane=1))
     host.generate(1, prompt(10), max_tokens=4)
     host.hear(p.Generated, 1)
     assert calls[0] == [9]
     assert calls[1] == [1], "its first token waited for a chunk of the other prompt"
-    assert [call[0] for call in calls[2:4]] == [1, 1] and all(len(call) == 2 for call in calls[2:4])
+    assert [rows[0] for rows in calls[2:4]] == [1, 1] and all(len(rows) == 2 for rows in calls[2:4])
 
 
 def test_a_sequence_that_ended_leaves_the_engine_before_the_daemon_lets_go_of_it(daemon: Open) -> None:

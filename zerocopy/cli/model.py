@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -49,13 +49,13 @@ def make(
     if output.exists() and not force:
         raise CliError(f"{output} exists: choose another name or give --force", ExitCode.USAGE)
     try:
-        _write(family, output, seed, scale)
+        # Whole or not at all: half a file would be in the way of the next try, or in the place of one that was good.
+        with tempfile.TemporaryDirectory(prefix=".zc-model-", dir=output.parent) as folder:
+            _write(family, Path(folder, output.name), seed, scale)
+            Path(folder, output.name).replace(output)
     except ValueError as error:
         raise CliError(str(error), ExitCode.USAGE) from error
-    except OSError as error:
-        # numpy names no errno where a disk is full. Half a file would be in the way of the next try.
-        with contextlib.suppress(OSError):
-            output.unlink()
+    except OSError as error:  # numpy names no errno where a disk is full
         raise CliError(
             f"cannot write {output}: {error.strerror or error}: free some room or choose another file"
         ) from error
