@@ -6,7 +6,6 @@ The first signal drains: nothing new is taken, and what runs may end within `dra
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import os
@@ -62,7 +61,10 @@ async def serve(
     _warn_of_an_open_door(config)
     engine = asyncio.create_task(core.worker.run())
     dialling = asyncio.create_task(core.peers.dial(endpoint))
-    await _first_of(asyncio.wait({engine}), signals.acquire())
+    await _first_of(asyncio.wait({engine, dialling}, return_when=asyncio.FIRST_COMPLETED), signals.acquire())
+    if dialling.done():
+        detail = "a bug: peers that are lost would stay so. This host ends, and its last words say what failed"
+        log_event("dialling failed", level=logging.ERROR, reason="internal", detail=detail)
     log_event("draining", seconds=config.drain_s, detail="a second signal ends what still runs")
     core.drain()
     await _first_of(core.drained(), signals.acquire(), asyncio.sleep(config.drain_s))
@@ -72,9 +74,11 @@ async def serve(
     await front.cleanup()
     engine.cancel()
     await endpoint.close()
-    with contextlib.suppress(asyncio.CancelledError):
-        await engine
+    await asyncio.wait({engine, dialling})
     core.memory.close()
+    for task in (engine, dialling):
+        if not task.cancelled():
+            task.result()  # or the bug that it ended with
     if core.worker.start_failed is not None:
         print(f"zc-handoff: {core.worker.start_failed.message}", file=sys.stderr)
         return EXIT_FAILED

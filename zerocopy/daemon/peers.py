@@ -80,11 +80,12 @@ class Peers:
         return list(self._peers.values())
 
     async def dial(self, endpoint: Endpoint) -> None:
-        """Keep every configured peer connected, until cancelled."""
+        """Keep every configured peer connected, until cancelled: also where there is none."""
         async with asyncio.TaskGroup() as group:
             for peer in self.all():
                 if peer.paths is not None:
                     group.create_task(peer.paths.keep(endpoint))
+            await asyncio.Event().wait()
 
     def announce(self) -> None:
         """Tell every connected peer what this host is now (engine up or down)."""
