@@ -127,7 +127,7 @@ class QuicEndpoint:
 
     async def _dial(self, peer: str, family: int, sockaddr: SocketAddress) -> QuicLink:
         packed = pack_address(family, sockaddr)
-        made: list[QuicLink] = []
+        made: asyncio.Future[QuicLink] = asyncio.get_running_loop().create_future()
 
         def connect(engine: Engine) -> int:
             if family not in self._callers:
@@ -141,8 +141,13 @@ class QuicEndpoint:
             self.mailbox.post(self._dialled, number, peer, made)  # before anything is heard of it
             return number
 
-        await self._call(connect)
-        return made[0]  # it may have ended already: then `opened` says why
+        try:
+            await self._call(connect)
+        except BaseException:
+            if not made.cancel():
+                made.result().close("connect-failed")
+            raise
+        return made.result()  # it may have ended already: then `opened` says why
 
     async def _call(self, command: Callable[[Engine], int]) -> int:
         """The command's result, from the engine's thread. Raises what it raises."""
@@ -160,11 +165,14 @@ class QuicEndpoint:
 
     # -- the loop: what the engine's thread reported
 
-    def _dialled(self, number: int, peer: str, made: list[QuicLink]) -> None:
+    def _dialled(self, number: int, peer: str, made: asyncio.Future[QuicLink]) -> None:
         link = QuicLink(self, number, peer, connecting=True)
-        made.append(link)
         self._links.add(link)
         self._connections[number] = link
+        if made.cancelled():
+            link.close("connect-failed")
+        else:
+            made.set_result(link)
 
     def _opened(self, number: int, peer: str) -> None:
         if number not in self._connections:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
 import socket
 import threading
@@ -394,6 +395,21 @@ def test_thirty_links_leave_no_thread_no_descriptor_and_no_task(run: Run, tmp_pa
                     await asyncio.sleep(0.1)
                     counts.append(held())
             await a.until(lambda: all(now <= then for now, then in zip(held(), counts[0], strict=True)))
+
+    run(work())
+
+
+def test_a_connect_that_is_cancelled_at_any_moment_leaves_no_link(run: Run, tmp_path: Path, transport: str) -> None:
+    async def work() -> None:
+        async with two_hosts(tmp_path, transport) as (a, b, address):
+            for after_s in (0.0, 0.0, 1e-4, 3e-4, 1e-3, 2e-3, 4e-3, 8e-3, 16e-3):
+                connecting = asyncio.create_task(a.endpoint.connect("b", address))
+                await asyncio.sleep(after_s)
+                connecting.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    (await connecting).close("done")
+                await a.until(lambda: not a.endpoint._links, 5)
+            await b.until(lambda: not b.endpoint._links, 5)
 
     run(work())
 
