@@ -277,6 +277,40 @@ def test_more_requests_than_the_bound_are_refused(tmp_path: Path, monkeypatch: p
     run(scenario())
 
 
+def test_an_answer_that_its_client_does_not_take_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What had come is still given, and the other end is told to stop."""
+    monkeypatch.setattr(module, "MAX_WAITING_BYTES", 1 << 20)
+    piece = Delta("x" * 10_000, 1)
+
+    async def scenario() -> None:
+        async with doors(tmp_path, STARTED, *[piece] * 200, forever) as (asked, decoder, link):
+            events = asked.forwarding.forward(link, REQUEST)
+            assert await anext(events) == STARTED
+            await until(lambda: decoder.closed == 1)
+            taken = 0
+            with pytest.raises(RequestError, match="b: 1 MiB of the answer wait for its client: read faster") as ended:
+                async for event in events:
+                    assert event == piece
+                    taken += 1
+            assert ended.value.reason == "overrun"
+            assert 90 < taken <= 105
+
+    run(scenario())
+
+
+def test_an_answer_of_any_length_is_given_to_a_client_that_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING_BYTES", 1 << 20)
+
+    async def scenario() -> None:
+        pieces = [step for _ in range(40) for step in (Delta("x" * 100_000, 1), lambda: asyncio.sleep(0.001))]
+        async with doors(tmp_path, STARTED, *pieces, FINISHED) as (asked, _decoder, link):
+            assert len(await gather(asked.forwarding.forward(link, REQUEST))) == 42
+
+    run(scenario())
+
+
 def test_a_request_id_in_use_closes_the_link(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with doors(tmp_path, forever) as (_asked, decoder, link):
@@ -327,8 +361,7 @@ def test_a_request_out_of_bounds_is_refused_before_anything_is_done(tmp_path: Pa
     async def scenario() -> None:
         async with doors(tmp_path, *ANSWER) as (asked, decoder, link):
             body = msgspec.to_builtins(REQUEST) | change
-            inbox: asyncio.Queue[GenerateEvent | GenerateEnd] = asyncio.Queue()
-            asked.forwarding._asked[b"r" * 16] = (link, inbox)
+            inbox = asked.forwarding._asked[b"r" * 16] = module._Inbox(link)
             link.send(encode(Generate(request_id=b"r" * 16, payload=msgspec.msgpack.encode(body))))
             end = await asyncio.wait_for(inbox.get(), 30)
             assert isinstance(end, GenerateEnd)

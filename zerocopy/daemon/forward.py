@@ -1,7 +1,8 @@
 """A front door on a host that does not decode: the request travels to a peer that does, its events travel back.
 
-Both ends are here. The serving end runs the request as if it had come to its own front door. Bound: `MAX_FORWARDED`
-requests of all peers; a cancelled or lost request is cancelled at the other end too.
+Both ends are here. The serving end runs the request as if it had come to its own front door. Bounds: `MAX_FORWARDED`
+requests of all peers, and `MAX_WAITING_BYTES` of an answer that its client has not taken; a cancelled or lost request
+is cancelled at the other end too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from zerocopy.handoff.errors import LocalProtocolError, RemoteProtocolError
 from zerocopy.handoff.messages import MAX_PAYLOAD, CancelGenerate, Generate, GenerateEnd, GenerateEvent, encode
 
 MAX_FORWARDED: Final = 256
+MAX_WAITING_BYTES: Final = 16 << 20  # 56,000 tokens, or 25,000 with 20 alternatives each
+_EVENT_BYTES: Final = 256  # what an event takes beside its payload
 
 _requests: Final = msgspec.msgpack.Decoder(GenerationRequest)
 _events: Final = msgspec.msgpack.Decoder(Event)
@@ -34,19 +37,45 @@ class _Failure(msgspec.Struct, frozen=True):
     retry_after_s: Annotated[float, Meta(ge=0, le=86400)] | None
 
 
+class _Inbox:
+    """What has come of one answer and was not taken yet: a client may read more slowly than its peer generates."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._messages: asyncio.Queue[GenerateEvent | GenerateEnd] = asyncio.Queue()
+        self._bytes = 0
+        self._full = False
+
+    def put(self, message: GenerateEvent | GenerateEnd) -> bool:
+        """False when this is too much: the answer then ends with what came before, and nothing more is taken."""
+        if self._full:
+            return True
+        self._bytes += _EVENT_BYTES + len(message.payload)
+        self._full = self._bytes > MAX_WAITING_BYTES
+        if self._full:
+            sentence = f"{MAX_WAITING_BYTES >> 20} MiB of the answer wait for its client: read faster or ask for less"
+            message = GenerateEnd(request_id=message.request_id, reason="overrun", message=sentence)
+        self._messages.put_nowait(message)
+        return not self._full
+
+    async def get(self) -> GenerateEvent | GenerateEnd:
+        message = await self._messages.get()
+        self._bytes -= _EVENT_BYTES + len(message.payload)
+        return message
+
+
 class Forwarding:
     """Sends requests to decode peers and serves those of others through `generate`."""
 
     def __init__(self, generate: Callable[[GenerationRequest], AsyncGenerator[Event, None]]) -> None:
         self._generate = generate
-        self._asked: dict[bytes, tuple[Link, asyncio.Queue[GenerateEvent | GenerateEnd]]] = {}
+        self._asked: dict[bytes, _Inbox] = {}
         self._serving: dict[tuple[Link, bytes], asyncio.Task[None]] = {}
 
     async def forward(self, link: Link, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """Implements `GenerationService.generate` through a peer."""
         request_id = secrets.token_bytes(16)
-        inbox: asyncio.Queue[GenerateEvent | GenerateEnd] = asyncio.Queue()
-        self._asked[request_id] = (link, inbox)
+        inbox = self._asked[request_id] = _Inbox(link)
         ended = True
         try:
             link.send(_ask(request_id, request))
@@ -73,26 +102,27 @@ class Forwarding:
                 if task := self._serving.get((link, message.request_id)):
                     task.cancel()
             case _:
-                asked = self._asked.get(message.request_id)
-                if asked is not None and asked[0] is link:
-                    asked[1].put_nowait(message)
+                inbox = self._asked.get(message.request_id)
+                if inbox is not None and inbox.link is link and not inbox.put(message):
+                    _send(link, CancelGenerate(request_id=message.request_id))
 
     def uses(self, link: Link) -> bool:
-        return any(over is link for over, _ in (*self._asked.values(), *self._serving))
+        links = [inbox.link for inbox in self._asked.values()] + [over for over, _ in self._serving]
+        return any(over is link for over in links)
 
     def link_lost(self, link: Link) -> None:
         for (over, _request_id), task in list(self._serving.items()):
             if over is link:
                 task.cancel()
-        for request_id, (over, inbox) in self._asked.items():
-            if over is link:
+        for request_id, inbox in self._asked.items():
+            if inbox.link is link:
                 sentence = f"the link to the decode peer {link.peer} closed"
-                inbox.put_nowait(GenerateEnd(request_id=request_id, reason="link-lost", message=sentence))
+                inbox.put(GenerateEnd(request_id=request_id, reason="link-lost", message=sentence))
 
     async def stop(self) -> None:
         """Both the requests sent to peers and those served for them end, and whoever waits hears it."""
-        for request_id, (_link, inbox) in self._asked.items():
-            inbox.put_nowait(GenerateEnd(request_id=request_id, reason="shutdown", message="this host shuts down"))
+        for request_id, inbox in self._asked.items():
+            inbox.put(GenerateEnd(request_id=request_id, reason="shutdown", message="this host shuts down"))
         for task in list(self._serving.values()):
             task.cancel()
         await asyncio.gather(*self._serving.values(), return_exceptions=True)
