@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tests.daemon.wires import Refuses, joined, run, until
-from transport.link import Link, LinkError, PageSink
+from transport.link import MAX_QUEUED_MESSAGES, Link, LinkError, PageSink
 from zerocopy.daemon import forward as module
 from zerocopy.daemon.forward import Forwarding
 from zerocopy.daemon.requests import Delta, Event, Finished, GenerationRequest, RequestError, Started
@@ -111,6 +111,18 @@ def test_many_requests_share_one_link(tmp_path: Path) -> None:
             answers = await asyncio.gather(*(gather(asked.forwarding.forward(link, REQUEST)) for _ in range(20)))
             assert answers == [[STARTED, FINISHED]] * 20
             assert decoder.closed == 20
+
+    run(scenario())
+
+
+def test_a_whole_answer_may_have_more_tokens_than_a_link_lets_messages_wait(tmp_path: Path) -> None:
+    """It comes all at once, when its last token is there."""
+    whole = msgspec.structs.replace(REQUEST, whole=True)
+    answer = [STARTED, *[Delta("a", 1)] * (MAX_QUEUED_MESSAGES + 1000), FINISHED]
+
+    async def scenario() -> None:
+        async with doors(tmp_path, *answer) as (asked, _decoder, link):
+            assert await gather(asked.forwarding.forward(link, whole)) == answer
 
     run(scenario())
 

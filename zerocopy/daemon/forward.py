@@ -24,10 +24,11 @@ from zerocopy.handoff.messages import MAX_PAYLOAD, CancelGenerate, Generate, Gen
 
 MAX_FORWARDED: Final = 256
 MAX_WAITING_BYTES: Final = 16 << 20  # 56,000 tokens, or 25,000 with 20 alternatives each
-_EVENT_BYTES: Final = 256  # what an event takes beside its payload
+_EVENT_BYTES: Final = 256  # what a message takes beside its payload
+_TOGETHER: Final = 256  # events in a message of an answer that nobody reads before its end; far below MAX_PAYLOAD
 
 _requests: Final = msgspec.msgpack.Decoder(GenerationRequest)
-_events: Final = msgspec.msgpack.Decoder(Event)
+_events: Final = msgspec.msgpack.Decoder(list[Event])
 
 
 class _Failure(msgspec.Struct, frozen=True):
@@ -84,7 +85,8 @@ class Forwarding:
                 message = await inbox.get()
                 ended = isinstance(message, GenerateEnd)
                 if isinstance(message, GenerateEvent):
-                    yield _event(message)
+                    for event in _read(message):
+                        yield event
                 else:
                     _raise_failure(message, link.peer)
         except LinkError as error:
@@ -159,10 +161,16 @@ class Forwarding:
             request = _requests.decode(message.payload)
         except msgspec.DecodeError:
             raise RequestError("message", "it cannot read the request: install the same version on both") from None
+        # The events of a whole answer come all at once: one by one they were more messages than a link lets wait.
+        together, ready = _TOGETHER if request.whole else 1, list[Event]()
         async with contextlib.aclosing(self._generate(request)) as events:
             async for event in events:
-                payload = msgspec.msgpack.encode(event)
-                link.send(encode(GenerateEvent(request_id=message.request_id, payload=payload)))
+                ready.append(event)
+                if len(ready) == together:
+                    link.send(_tell(message.request_id, ready))
+                    ready.clear()
+        if ready:
+            link.send(_tell(message.request_id, ready))
         link.send(encode(GenerateEnd(request_id=message.request_id)))
 
 
@@ -174,7 +182,11 @@ def _ask(request_id: bytes, request: GenerationRequest) -> bytes:
         raise RequestError("too-large", f"{sentence}: send it to the decode host", 413) from None
 
 
-def _event(message: GenerateEvent) -> Event:
+def _tell(request_id: bytes, events: list[Event]) -> bytes:
+    return encode(GenerateEvent(request_id=request_id, payload=msgspec.msgpack.encode(events)))
+
+
+def _read(message: GenerateEvent) -> list[Event]:
     try:
         return _events.decode(message.payload)
     except msgspec.DecodeError:
