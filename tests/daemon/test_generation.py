@@ -24,6 +24,7 @@ from zerocopy.daemon.trace import Trace
 from zerocopy.handoff.components import Identity
 from zerocopy.handoff.messages import Abort, Prefill, decode
 from zerocopy.worker import protocol as p
+from zerocopy.worker.sampling import Sampling
 
 REQUEST = GenerationRequest(prompt=PROMPT, max_tokens=4)
 MARKS = {"started": 1.0, "evaluated": 2.0, "first_token": 2.0, "generated": 5.0}
@@ -166,6 +167,8 @@ def test_text_is_tokenized_by_the_worker() -> None:
         (GenerationRequest(prompt=[], max_tokens=1), "empty-prompt"),
         (GenerationRequest(prompt=[1, 128], max_tokens=1), "token-id"),
         (GenerationRequest(prompt=[1] * 500, max_tokens=13), "context-length"),
+        (GenerationRequest(prompt=[1] * 512), "context-length"),
+        (GenerationRequest(prompt=[1], max_tokens=1, sampling=Sampling(logit_bias=((128, 1.0),))), "token-id"),
     ],
 )
 def test_a_request_that_cannot_fit_is_the_clients_fault(request_: GenerationRequest, reason: str) -> None:
@@ -174,6 +177,21 @@ def test_a_request_that_cannot_fit_is_the_clients_fault(request_: GenerationRequ
             error = await refusal(background(gather(one.generate(request_))))
             assert (error.reason, error.status) == (reason, 400)
             assert not one.worker.sent
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("prompt_tokens", "answer_tokens"), [(1, 511), (500, 12), (511, 1)])
+def test_a_request_without_a_limit_may_have_what_the_context_leaves(prompt_tokens: int, answer_tokens: int) -> None:
+    """A client that named none was told to lower it."""
+
+    async def scenario() -> None:
+        async with host() as one:
+            task = background(gather(one.generate(GenerationRequest(prompt=[1] * prompt_tokens))))
+            job = await one.worker.got(p.Generate)
+            assert job.max_tokens == answer_tokens
+            one.answer(job, "x")
+            await task
 
     run(scenario())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 from pathlib import Path
@@ -65,7 +66,7 @@ async def test_every_sampling_field_reaches_the_service() -> None:
         first, second = door.service.requests
     assert first.sampling == Sampling(temperature=0.5, top_p=0.9, top_k=40, min_p=0.05, seed=7)
     assert first.stop == ("END", "\n\n") and first.max_tokens == 8
-    assert second.sampling == Sampling() and second.stop == ("END",) and second.max_tokens == 512
+    assert second.sampling == Sampling() and second.stop == ("END",) and second.max_tokens is None
 
 
 @on_uvloop
@@ -235,6 +236,7 @@ async def test_malformed_bodies_are_400_in_openais_shape() -> None:
         ("stream", "yes"), ("stream_options", True), ("model", 1),
         ("n", 0), ("n", 9), ("n", "1"), ("n", True), ("logprobs", 21), ("logprobs", True), ("presence_penalty", 2.1),
         ("frequency_penalty", -3), ("repeat_penalty", 0), ("logit_bias", {"5": 101}), ("logit_bias", {"x": 1}),
+        ("stream_options", {"continuous_usage_stats": True}),
     ],
 )  # fmt: skip
 def test_a_field_with_a_bad_value_is_named(field: str, value: object) -> None:
@@ -253,7 +255,30 @@ def test_a_field_with_a_bad_value_is_named(field: str, value: object) -> None:
 async def test_a_number_out_of_bounds_is_answered_with_both_values() -> None:
     async with open_door() as door:
         reply = await door.post(COMPLETION | {"temperature": 9})
+        typed = await door.post(COMPLETION | {"seed": 1.5})
     assert reply.error["message"] == "temperature: Expected `float` <= 2.0, not 9"
+    assert typed.error["message"] == "seed: Expected `int | null`, got `float`"
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "other"),
+    [
+        ("/v1/completions", "repeat_penalty", "repetition_penalty"),
+        ("/v1/chat/completions", "max_completion_tokens", "max_tokens"),
+    ],
+)
+def test_of_two_names_of_one_field_neither_is_ignored(path: str, name: str, other: str) -> None:
+    async def check() -> None:
+        body = {"prompt": "x"} if path == "/v1/completions" else CHAT
+        async with open_door() as door:
+            reply = await door.post(body | {name: 2, other: 3}, path)
+            assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "bad-request", other)
+            assert "2" in reply.error["message"] and "3" in reply.error["message"]
+            for fine in ({name: 2}, {other: 2}, {name: 2, other: 2}):
+                assert (await door.post(body | fine, path)).status == 200
+            assert len({(r.max_tokens, r.sampling) for r in door.service.requests}) == 1
+
+    run(check())
 
 
 @pytest.mark.parametrize(
@@ -364,6 +389,34 @@ async def test_a_prompt_of_a_megabyte_and_unicode_passes_unchanged() -> None:
     async with open_door() as door:
         assert (await door.post({"prompt": prompt})).status == 200
         assert door.service.requests[0].prompt == prompt
+
+
+@pytest.mark.parametrize("body", [b"not compressed", gzip.compress(b"{}")])
+def test_a_compressed_body_is_refused_unread(caplog: pytest.LogCaptureFixture, body: bytes) -> None:
+    """It could be a thousand times as large as it is counted, and one that cannot be read is not this host's fault."""
+
+    async def check() -> None:
+        async with open_door() as door:
+            reply = await door.post(body, Content_Encoding="gzip")
+            assert (reply.status, reply.error["code"]) == (415, "content-encoding")
+
+    run(check())
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("sent", [b"\x16\x03\x01\x00\x01", b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: -2\r\n\r\n"])
+def test_what_is_not_http_is_no_error_in_the_log(caplog: pytest.LogCaptureFixture, sent: bytes) -> None:
+    """Which anybody who reaches the port could fill."""
+
+    async def check() -> None:
+        async with open_door() as door:
+            reader, writer = await door.connect()
+            writer.write(sent)
+            assert (await asyncio.wait_for(reader.read(), 30)).startswith(b"HTTP/1.0 400 ")
+            writer.close()
+
+    run(check())
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_a_body_that_never_arrives_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from tests.daemon.front_door import (
 )
 from zerocopy.daemon import http_api
 from zerocopy.daemon.requests import Delta, Event, Finished
+from zerocopy.worker.sampling import TokenLogprob
 
 STREAM = COMPLETION | {"stream": True}
 
@@ -69,6 +70,21 @@ def test_usage_comes_once_in_a_last_chunk_without_choices_when_asked_for(path: s
         assert done == "[DONE]" and last["choices"] == []
         assert last["usage"] == USAGE
         assert all(c["usage"] is None for c in chunks)
+
+    run(check())
+
+
+def test_a_tokens_offset_is_where_it_begins_also_while_text_is_held_back() -> None:
+    """A stop string may begin with it, so its text comes later: the offset is the one of an answer without stream."""
+    tokens = [TokenLogprob(text, -0.5) for text in (b"ab", "n\u00e9".encode(), b"cd")]
+    script = [STARTED, Delta("", 1, tokens[0]), Delta("abn\u00e9", 1, tokens[1]), Delta("cd", 1, tokens[2]), FINISHED]
+
+    async def check() -> None:
+        async with open_door(ScriptedService(script)) as door:
+            streamed, whole = await door.post(STREAM | {"logprobs": 0}), await door.post(COMPLETION | {"logprobs": 0})
+        told = [c["choices"][0]["logprobs"] for c in streamed.events[:-1]]
+        offsets = [offset for logprobs in told if logprobs for offset in logprobs["text_offset"]]
+        assert offsets == whole.json["choices"][0]["logprobs"]["text_offset"] == [0, 2, 4]
 
     run(check())
 

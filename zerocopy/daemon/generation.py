@@ -42,6 +42,8 @@ from zerocopy.handoff.sink import SinkHandoff
 from zerocopy.runtime.base import EngineFacts
 from zerocopy.worker import protocol as p
 
+# What an answer may grow to when the client names no limit: room for a full reply, not for a loop.
+DEFAULT_MAX_TOKENS = 512
 # A new worker is up within seconds for small models; a client that waits this long finds it, or is told again.
 WORKER_RETRY_S = 2.0
 
@@ -79,7 +81,7 @@ class Generation:
         arrived = time.monotonic()
         try:
             if isinstance(request.prompt, list):
-                _check_prompt(request, request.prompt, self._facts())  # what can never be served does not queue
+                _check_fit(request, request.prompt, self.facts())  # what can never be served does not queue
             async with self._place(request) as ticket:
                 tokens, decision = await self._turn(request, ticket)
                 make = partial(_Session, self, request, tokens, decision, arrived, ticket)
@@ -141,7 +143,7 @@ class Generation:
             if handoff.link is link:
                 handoff.fail("link-lost", f"the link to {link.peer} closed: {reason}")
 
-    def _facts(self) -> EngineFacts:
+    def facts(self) -> EngineFacts:
         if self.worker.facts is None:
             raise WorkerLost(self.worker.reason)
         return self.worker.facts
@@ -149,7 +151,7 @@ class Generation:
     async def _tokens(self, request: GenerationRequest) -> list[int]:
         if isinstance(request.prompt, list):
             return request.prompt
-        _check_literals(request, self._facts())
+        _check_literals(request, self.facts())
         tokenize = partial(
             self.worker.tokenize, request.prompt, parse_special=request.parse_special, literal=request.literal
         )
@@ -158,7 +160,7 @@ class Generation:
         except WorkerLost:
             await self.worker.up()  # within the time that a request may wait
             tokens = await tokenize()
-        _check_prompt(request, tokens, self._facts())
+        _check_fit(request, tokens, self.facts())
         return tokens
 
     def _decide(self, request: GenerationRequest, tokens: list[int], facts: EngineFacts) -> Decision:
@@ -181,7 +183,7 @@ class Generation:
     async def _place(self, request: GenerationRequest) -> AsyncGenerator[Ticket, None]:
         """A place in the line, then at a lane, for as long as the block runs. Taken before the prompt is tokenized,
         which is the engine's work too: who has to come back later hears it without waiting for the engine."""
-        facts = self._facts()
+        facts = self.facts()
         self.lanes.open(facts.sequences, facts.kv_tokens)
         with _refusals():
             ticket = self.lanes.ask(request.tenant, None)
@@ -195,10 +197,11 @@ class Generation:
         try:
             async with asyncio.timeout(self.config.queue_s):
                 tokens = await self._tokens(request)
-                decision = self._decide(request, tokens, self._facts())
+                decision = self._decide(request, tokens, self.facts())
                 group = decision.prefiller if decision.placement == "disaggregated" else None
                 with _refusals():
-                    self.lanes.measured(ticket, len(tokens) + request.max_tokens, group)
+                    needed = len(tokens) + _most_tokens(request, len(tokens), self.facts())
+                    self.lanes.measured(ticket, needed, group)
                 await ticket.granted
         except TimeoutError:
             raise RequestError("queue-deadline", f"no turn within {self.config.queue_s:g} s", 503, 1.0) from None
@@ -310,7 +313,7 @@ class _Session:
         return p.Generate(
             job=job.number,
             tokens=self._tokens,
-            max_tokens=request.max_tokens,
+            max_tokens=_most_tokens(request, len(self._tokens), self._service.facts()),
             sampling=request.sampling,
             stop=request.stop,
             proof_key=bytes.fromhex(request.proof_key) if request.proof_key else None,
@@ -424,16 +427,29 @@ def _check_literals(request: GenerationRequest, facts: EngineFacts) -> None:
         raise RequestError("context-length", f"{sentence} {facts.n_ctx} tokens: shorten the prompt", 400)
 
 
-def _check_prompt(request: GenerationRequest, tokens: list[int], facts: EngineFacts) -> None:
+def _check_fit(request: GenerationRequest, tokens: list[int], facts: EngineFacts) -> None:
     if not tokens:
         raise RequestError("empty-prompt", "the prompt has no tokens", 400)
     if any(not 0 <= token < facts.n_vocab for token in tokens):
         raise RequestError("token-id", f"prompt has a token id outside 0 to {facts.n_vocab - 1}", 400)
-    needed = len(tokens) + request.max_tokens
+    most = _most_tokens(request, len(tokens), facts)
+    needed = len(tokens) + most
     if needed > facts.n_ctx:
+        answer, lower = f"max_tokens {most}", ", lower max_tokens"
+        if request.max_tokens is None:
+            answer, lower = "one of the answer", ""
         raise RequestError(
             "context-length",
-            f"prompt of {len(tokens)} tokens and max_tokens {request.max_tokens} need {needed} tokens of context, "
-            f"this host has {facts.n_ctx}: shorten the prompt, lower max_tokens or start with a larger --n-ctx",
+            f"prompt of {len(tokens)} tokens and {answer} need {needed} tokens of context, this host has "
+            f"{facts.n_ctx}: shorten the prompt{lower} or start with a larger --n-ctx",
             400,
         )
+    if any(token >= facts.n_vocab for token, _ in request.sampling.logit_bias):
+        raise RequestError("token-id", f"logit_bias has a token id outside 0 to {facts.n_vocab - 1}", 400)
+
+
+def _most_tokens(request: GenerationRequest, prompt_tokens: int, facts: EngineFacts) -> int:
+    """Of the answer: what the client says; else what fits, at least one."""
+    if request.max_tokens is not None:
+        return request.max_tokens
+    return max(1, min(DEFAULT_MAX_TOKENS, facts.n_ctx - prompt_tokens))

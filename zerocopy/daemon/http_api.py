@@ -19,6 +19,7 @@ from typing import Any, Final, cast
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from transport.address import from_socket, parse
 from zerocopy.config import DaemonConfig
@@ -26,7 +27,7 @@ from zerocopy.daemon import openai_schema as schema
 from zerocopy.daemon.admission import RETRY_S
 from zerocopy.daemon.chat import render
 from zerocopy.daemon.choices import generate_choices
-from zerocopy.daemon.openai_answer import Answer, Choice
+from zerocopy.daemon.openai_answer import Answer, Choice, shown
 from zerocopy.daemon.requests import (
     Delta,
     Event,
@@ -77,7 +78,10 @@ async def _name_server(request: web.Request, response: web.StreamResponse) -> No
 async def start(app: web.Application, address: str) -> tuple[web.AppRunner, str]:
     """Bind `host:port` (port 0 picks one); returns the runner, whose `cleanup()` ends it, and the bound address."""
     at = parse(address)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S, auto_decompress=False
+    )
+    logging.getLogger("aiohttp.server").addFilter(_is_ours)
     await runner.setup()
     try:
         await web.TCPSite(runner, at.host, at.port).start()
@@ -85,6 +89,11 @@ async def start(app: web.Application, address: str) -> tuple[web.AppRunner, str]
         await runner.cleanup()
         raise
     return runner, str(from_socket(runner.addresses[0]))
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """What somebody sends that is not HTTP is answered, and nothing to do here."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
 class _FrontDoor:
@@ -132,7 +141,7 @@ class _FrontDoor:
     async def completions(self, request: web.Request) -> web.StreamResponse:
         with self._room(request):
             body = schema.parse(await _read(request), schema.CompletionBody)
-            wanted = self._request(request, body, body.single_prompt(), body.max_tokens)
+            wanted = self._request(request, body, body.single_prompt())
             return await self._answer(request, body, wanted, chat=False)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
@@ -141,8 +150,7 @@ class _FrontDoor:
             if self._service.model_name() is None:
                 raise self._not_serving()
             text, literal = render(self._service.chat_template(), body.messages)
-            limit = body.max_completion_tokens or body.max_tokens
-            prompt = self._request(request, body, text, limit)
+            prompt = self._request(request, body, text)
             wanted = msgspec.structs.replace(prompt, parse_special=True, literal=literal)
             return await self._answer(request, body, wanted, chat=True)
 
@@ -199,16 +207,12 @@ class _FrontDoor:
         return web.Response(body=self._service.metrics_text(), headers={"Content-Type": content_type})
 
     def _request(
-        self,
-        request: web.Request,
-        body: schema.CompletionBody | schema.ChatBody,
-        prompt: str | list[int],
-        max_tokens: int | None,
+        self, request: web.Request, body: schema.CompletionBody | schema.ChatBody, prompt: str | list[int]
     ) -> GenerationRequest:
         fallback = _header(request, "x-zc-fallback", ("allow", "deny"))
         return GenerationRequest(
             prompt=prompt,
-            max_tokens=max_tokens or schema.DEFAULT_MAX_TOKENS,
+            max_tokens=body.most_tokens(),
             sampling=body.sampling(),
             stop=body.stops(),
             placement=cast(PlacementMode | None, _header(request, "x-zc-placement", ("local", "disaggregated"))),
@@ -260,6 +264,8 @@ class _FrontDoor:
 
 
 async def _read(request: web.Request) -> bytes:
+    if "Content-Encoding" in request.headers:  # it could be a thousand times as large as it is counted
+        raise RequestError("content-encoding", "compressed bodies are not taken: leave out Content-Encoding", 415)
     try:
         async with asyncio.timeout(BODY_S):
             return await request.read()
@@ -333,11 +339,11 @@ async def _relay(
     for index in range(len(choices)):
         if (opening := answer.opening(index)) is not None:
             await _send(response, opening)
-    finished, sent = dict[int, Finished](), [0] * len(choices)  # characters of each choice
+    finished, offsets = dict[int, Finished](), [0] * len(choices)  # tokens' characters: text may be held back
     async for index, event in events:
         if isinstance(event, Delta) and (event.text or event.logprob):
-            await _send(response, answer.piece(index, event.text, event.logprob, sent[index]))
-            sent[index] += len(event.text)
+            await _send(response, answer.piece(index, event.text, event.logprob, offsets[index]))
+            offsets[index] += len(shown(event.logprob.text)) if event.logprob else 0
         elif isinstance(event, Finished):
             finished[index] = event
             await _send(response, answer.closing(index, event))

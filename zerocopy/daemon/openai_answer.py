@@ -44,7 +44,7 @@ class Answer:
         return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}) if self._chat else None
 
     def piece(self, index: int, text: str, logprob: TokenLogprob | None, offset: int) -> dict[str, Any]:
-        """`offset`: characters of this choice before the piece."""
+        """`offset`: characters of this choice's tokens before the piece."""
         content: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
         return self._chunk(index, content, logprobs=self._logprobs([logprob] if logprob else [], offset))
 
@@ -88,22 +88,23 @@ class Answer:
             return None
         if self._chat:
             return {"content": [_chat_logprob(token) for token in tokens], "refusal": None}
-        texts = [_shown(token.text) for token in tokens]
+        texts = [shown(token.text) for token in tokens]
         offsets = list(accumulate(map(len, texts[:-1]), initial=offset))
         return {
             "tokens": texts,
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{_shown(text): value for text, value in token.top} for token in tokens],
+            "top_logprobs": [{shown(text): value for text, value in token.top} for token in tokens],
             "text_offset": offsets,
         }
 
 
 def _chat_logprob(token: TokenLogprob) -> dict[str, Any]:
-    top = [{"token": _shown(text), "logprob": value, "bytes": list(text)} for text, value in token.top]
-    return {"token": _shown(token.text), "logprob": token.logprob, "bytes": list(token.text), "top_logprobs": top}
+    top = [{"token": shown(text), "logprob": value, "bytes": list(text)} for text, value in token.top]
+    return {"token": shown(token.text), "logprob": token.logprob, "bytes": list(token.text), "top_logprobs": top}
 
 
-def _shown(text: bytes) -> str:
+def shown(text: bytes) -> str:
+    """A token by itself: what is not a whole character is told by marks of replacement."""
     return text.decode("utf-8", "replace")
 
 

@@ -16,10 +16,6 @@ from zerocopy.daemon.chat import ChatMessage
 from zerocopy.daemon.requests import RequestError
 from zerocopy.worker.sampling import MAX_LOGPROBS, Penalty, Sampling
 
-# What an answer may grow to when the client names no limit: room for a full reply, not for a loop. The daemon bounds
-# every request by its context as well.
-DEFAULT_MAX_TOKENS: Final = 512
-
 # They do not change the answer: bookkeeping of the client, or hints to a service with more than one model.
 HARMLESS: Final = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_prompt", "verbosity"}
@@ -59,7 +55,7 @@ StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 StopList = Annotated[list[StopText], msgspec.Meta(max_length=16)]
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
 
 
@@ -95,7 +91,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
             seed=self.seed,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            repeat_penalty=self.repeat_penalty or self.repetition_penalty or 1.0,
+            repeat_penalty=self._only_one("repeat_penalty", "repetition_penalty") or 1.0,
             logit_bias=tuple((self.logit_bias or {}).items()),
             logprobs=self.alternatives(),
         )
@@ -103,6 +99,17 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     def alternatives(self) -> int | None:
         """Likely tokens told beside each token; None: no probabilities at all."""
         raise NotImplementedError
+
+    def most_tokens(self) -> int | None:
+        """Of the answer; None where the client names no limit."""
+        return self.max_tokens
+
+    def _only_one(self, name: str, other: str) -> Any:
+        """The value of a field that has two names. Neither is ignored: with both, they must agree."""
+        first, second = getattr(self, name), getattr(self, other)
+        if first is not None and second is not None and first != second:
+            raise bad_field(other, f"{other} is {second}, {name} is {first}: give one of them")
+        return second if first is None else first
 
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -144,6 +151,10 @@ class ChatBody(_Body, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
 
+    def most_tokens(self) -> int | None:
+        most: int | None = self._only_one("max_completion_tokens", "max_tokens")
+        return most
+
     def alternatives(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
             raise bad_field("top_logprobs", "top_logprobs needs logprobs: true")
@@ -182,7 +193,8 @@ def parse(data: bytes, kind: type[Body]) -> Body:
         message, _, path = str(error).replace(" - at `key` in `$", " - at `$").partition(" - at `$")
         field = path.strip(".`") or None
         value = served.get(field) if field else None
-        given = f", not {value}" if isinstance(value, int | float) else ""  # numbers only: other values may be long
+        # Numbers out of range only: other values may be long, and of a wrong type the message says which.
+        given = f", not {value}" if isinstance(value, int | float) and "got" not in message else ""
         raise bad_field(field or "", f"{field}: {message}{given}" if field else message) from error
 
 

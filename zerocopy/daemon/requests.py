@@ -32,7 +32,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     again where a request comes from a peer."""
 
     prompt: str | list[Annotated[int, Meta(ge=0, lt=1 << 31)]]
-    max_tokens: Annotated[int, Meta(ge=0, le=1 << 24)]
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 24)] | None = None  # None: as many as a full reply needs, and fit
     sampling: Sampling = Sampling()
     stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=16)] = ()
     parse_special: bool = False  # chat templates write control tokens as text; user text may not
