@@ -250,6 +250,32 @@ def test_a_first_token_comes_before_more_of_another_prompt_is_read(daemon: Open)
     assert [rows[0] for rows in calls[2:4]] == [1, 1] and all(len(rows) == 2 for rows in calls[2:4])
 
 
+def test_prompts_beside_those_who_generate_are_cut_to_what_takes_a_lone_chunks_time(daemon: Open) -> None:
+    """Q1: the engine here takes a hundred times as long for calls beside a generation."""
+    host = daemon()
+    calls = list[list[int]]()
+    (pool,) = host.pools[:1]
+    evaluate = pool.evaluate
+
+    def slow(rows: Sequence[Row]) -> list[Output]:
+        calls.append([len(row.tokens) for row in rows])
+        if len(calls) == 2:
+            host.generate(2, prompt(400), lane=1)
+        began = time.monotonic()
+        outputs: list[Output] = evaluate(rows)
+        if len(rows) > 1:
+            time.sleep(100 * (time.monotonic() - began))
+        return outputs
+
+    pool.evaluate = slow
+    chunk = host.runtime.facts.chunk_tokens
+    host.generate(1, prompt(chunk + 1), max_tokens=20)
+    host.hear(p.Generated, 1)
+    assert calls[0] == [chunk]
+    both = [rows for rows in calls if len(rows) > 1]
+    assert both[0] == [1, chunk - 1] and both[1] == [1, chunk // 4 - 1], both
+
+
 def test_a_sequence_that_ended_leaves_the_engine_before_the_daemon_lets_go_of_it(daemon: Open) -> None:
     """Its cells would be in the way of the next call, which the daemon's answer does not reach in time."""
     host = daemon()

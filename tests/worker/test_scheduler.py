@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerocopy.worker.scheduler import MIN_COPY_S, QUIET_COPY_S, Scheduler, Waiting, copy_seconds
+from zerocopy.worker.scheduler import MIN_COPY_S, MIN_SHARE, QUIET_COPY_S, Scheduler, Waiting, copy_seconds
 
 CHUNK = 256
 
@@ -110,6 +110,56 @@ def test_the_oldest_prompt_gets_at_least_every_other_iteration(arrivals: list[tu
     for key, (arrived, tokens) in enumerate(play.arrivals):
         before += -(-tokens // CHUNK)
         assert play.done[key] <= arrived + 2 * before + 1
+
+
+def calls(scheduler: Scheduler, prompts: int, *, cells: int, beside: int, count: int) -> list[tuple[int, float]]:
+    """(tokens, seconds) of calls for so many long prompts at their beginning, by an engine whose shared cache holds so
+    many cells: a token takes 3 ms and 0.3 us for every cell, a call 10 ms beside that."""
+    made = []
+    for _ in range(count):
+        waiting = [Waiting(key, key, CHUNK, 100 * CHUNK) for key in range(prompts)]
+        tokens = sum(tokens for _, tokens in scheduler.slices(waiting, generating=beside))
+        made.append((tokens, 0.01 + (tokens + beside) * (0.003 + 3e-7 * cells)))
+        scheduler.took(made[-1][1], tokens, beside=beside, beginning=prompts == 1)
+    return made
+
+
+def test_a_gap_is_as_long_as_a_lone_chunk_takes_whatever_the_cache_holds() -> None:
+    """Q1: cells of others make a prompt's tokens slow; those who generate would wait all that time."""
+    scheduler = Scheduler(CHUNK)
+    [(_, alone)] = calls(scheduler, 1, cells=0, beside=0, count=1)
+    for cells in (1_000, 4_000, 20_000, 4_000, 0):
+        tokens, seconds = calls(scheduler, 3, cells=cells, beside=7, count=5)[-1]
+        assert 0.9 * alone < seconds < 1.1 * alone, f"{cells} cells"
+    assert tokens > 0.95 * CHUNK - 7, "the cut outlived its reason"
+
+
+def test_a_prompt_goes_on_at_a_quarter_of_the_budget_however_slow_a_call_is() -> None:
+    """Q1: a prompt never starves."""
+    scheduler = Scheduler(CHUNK)
+    calls(scheduler, 1, cells=0, beside=0, count=1)
+    assert calls(scheduler, 3, cells=500_000, beside=7, count=5)[-1][0] == MIN_SHARE * CHUNK - 7
+    [(tokens, _)] = calls(scheduler, 3, cells=500_000, beside=0, count=1)
+    assert tokens == CHUNK, "nobody waits for a token"
+
+
+def test_only_a_whole_chunk_alone_at_its_beginning_says_what_one_takes() -> None:
+    """Others' cells, a prompt's own, or a call's fixed cost would make the bound as long as what it bounds."""
+    for tokens, beginning in ((CHUNK, False), (CHUNK // 8, True), (CHUNK // 2, True)):
+        scheduler = Scheduler(CHUNK)
+        calls(scheduler, 1, cells=0, beside=0, count=1)
+        scheduler.took(0.02 * tokens, tokens, beside=0, beginning=beginning)
+        assert calls(scheduler, 3, cells=20_000, beside=7, count=5)[-1][0] < 0.5 * CHUNK, (tokens, beginning)
+
+
+def test_calls_of_few_tokens_and_clocks_that_stand_still_change_nothing() -> None:
+    prompt = Waiting(1, 1, CHUNK, CHUNK)
+    for tokens, seconds in ((0, 0.5), (1, 0.5), (CHUNK // 8, 0.5), (CHUNK, 0.0)):
+        scheduler = Scheduler(CHUNK)
+        calls(scheduler, 1, cells=0, beside=0, count=1)
+        scheduler.took(seconds, tokens, beside=7, beginning=False)
+        assert scheduler.slices([prompt], generating=7) == [(1, CHUNK - 7)], (tokens, seconds)
+    Scheduler(4).took(0.5, 0, beside=9, beginning=False)  # no prompt in a call of more sequences than the budget
 
 
 def test_copying_takes_a_share_of_a_gap_while_somebody_waits_for_tokens() -> None:

@@ -36,7 +36,7 @@ class _Station:
     def __init__(self, pool: Pool, budget_tokens: int) -> None:
         self.pool = pool
         self.jobs: dict[int, Job] = {}
-        self._scheduler = Scheduler(budget_tokens)
+        self.scheduler = Scheduler(budget_tokens)
 
     def add(self, job: Job) -> None:
         """From now on none of those here is alone."""
@@ -62,7 +62,7 @@ class _Station:
         generating = [pair for pair in wanted.values() if pair[0].decoding]
         if any(job.starting for job, _ in generating):
             return generating
-        for number, tokens in self._scheduler.slices(waiting, len(generating)):
+        for number, tokens in self.scheduler.slices(waiting, len(generating)):
             job, row = wanted[number]
             generating.append((job, Row(row.lane, row.tokens[:tokens], row.start)))
         return generating
@@ -112,9 +112,16 @@ class Worker:
         batch = [(job, row) for job, row in batch if not job.finished]
         if not batch:
             return False
+        prompts = [row for job, row in batch if not job.decoding]
         began, outputs = time.monotonic(), list[Output]()
         with self._guard(station, *(job for job, _ in batch)):
             outputs = station.pool.evaluate([row for _, row in batch])
+            station.scheduler.took(
+                time.monotonic() - began,
+                sum(len(row.tokens) for row in prompts),
+                beside=len(batch) - len(prompts),
+                beginning=[row.start for row in prompts] == [0],
+            )
         with self._sock.together():
             for (job, row), output in zip(batch, outputs, strict=False):  # no outputs when the call failed
                 with self._guard(station, job):
