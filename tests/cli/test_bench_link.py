@@ -81,6 +81,7 @@ def test_the_command_for_the_other_side_survives_a_shell() -> None:
         (["--codec", "zip"], "codec `zip` is none of"),
         (["--connect", "127.0.0.1:1"], "needs --peer NAME"),
         (["--connect", "127.0.0.1:1", "--listen", "127.0.0.1:0"], "not both"),
+        (["--listen", "127.0.0.1:0", "--streams", "4", "--json"], "--listen takes no --json, --streams: give it with"),
         (["--plot", "sweep.png"], "it draws SVG only: call the file sweep.svg"),
         (["--plot", "/absent/sweep.svg"], "there is no folder /absent"),
     ],

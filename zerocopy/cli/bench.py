@@ -57,6 +57,7 @@ def _numbers(text: str, unit: int = 1) -> list[int]:
 
 @app.command("link", help=_LINK_HELP)
 def link(
+    context: typer.Context,
     listen: Annotated[
         str | None, typer.Option(help="Be the landing end, and print what to run on the other.", metavar="HOST:PORT")
     ] = None,
@@ -90,6 +91,7 @@ def link(
     if listen and connect:
         raise CliError("give --listen or --connect, not both: each is one end", ExitCode.USAGE)
     if listen:
+        _take_no_plan(context)
         b.listen(open_store(keys).directory, listen, lambda commands: _announce(commands), with_parent=with_parent)
         return
     if connect and not peer:
@@ -114,6 +116,15 @@ def link(
     if plot is not None:
         _write(plot, b.draw(report))
     show_json(report) if json else show(_link_table(report))
+
+
+def _take_no_plan(context: typer.Context) -> None:
+    """The landing end serves whatever the other one measures: an option for that would be ignored."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    flags = sorted(f"--{name.replace('_', '-')}" for name in given - {"listen", "keys", "with_parent"})
+    if flags:
+        raise CliError(f"--listen takes no {', '.join(flags)}: give it with --connect at the other end", ExitCode.USAGE)
 
 
 @app.command("serve")
