@@ -52,6 +52,25 @@ def test_a_command_told_to_end_while_it_starts_leaves_no_folder(tmp_path: Path, 
     assert list(tmp_path.iterdir()) == []
 
 
+INTERRUPTED = """
+import runpy, signal, sys
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "transport.link":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Finder)
+runpy.run_module("zerocopy", run_name="__main__")
+"""
+
+
+def test_ctrl_c_while_a_command_is_imported_is_one_like_any_other() -> None:
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED, "keys", "list"], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
 COMPILER = """#!/bin/sh
 touch $TMPDIR/file.o
 [ $WAITING = compiler ] && touch $BEGUN && exec sleep 60

@@ -65,7 +65,7 @@ _UsageError = cast(type[Exception], typer.BadParameter.__base__)
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code. `argv` is without the program's name."""
+    """Returns the exit code. `argv` is without the program's name."""
     try:
         code = app(args=None if argv is None else list(argv), prog_name="zc-handoff", standalone_mode=False)
         return code if isinstance(code, int) else ExitCode.OK
@@ -95,7 +95,3 @@ def _usage_error(error: Any) -> int:
         message = str(error.format_message()).rstrip(".")
         show_error(f"{message[:1].lower()}{message[1:]}: see `{command} --help`")
     return ExitCode.USAGE
-
-
-if __name__ == "__main__":
-    sys.exit(run())
