@@ -11,6 +11,8 @@ import pytest
 from zerocopy import config
 from zerocopy.cli import reference
 from zerocopy.config import ConfigError, DaemonConfig, load
+from zerocopy.daemon.core import worker_options
+from zerocopy.runtime.llama import engine
 
 
 @pytest.fixture
@@ -144,6 +146,17 @@ def test_a_mistake_says_where_it_is_and_what_would_be_right(
         load({"model": str(model)} | flags, environment, toml(tmp_path, file))
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["n_ctx", "sequences", "kv_tokens", "chunk_tokens", "threads"])
+def test_the_engine_takes_what_a_setting_may_be(model: Path, name: str) -> None:
+    """Else a mistake is found by a worker, when the daemon runs."""
+    (found,) = (setting for setting in config.settings() if setting.name == name)
+    (bounds,) = found.type.__metadata__
+    for value in (bounds.ge, bounds.le):
+        settled = load({"model": str(model), "n_ctx": "65536", "chunk_tokens": "4", name: str(value)}, {})
+        assert getattr(settled, name) == value
+        engine._check_options(worker_options(settled).llama)
 
 
 def test_no_model_is_an_error_that_names_all_three_ways(model: Path) -> None:

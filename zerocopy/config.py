@@ -32,6 +32,7 @@ ENV_PREFIX: Final = "ZC_"
 OTHER_VARIABLES: Final = frozenset({"ZC_CACHE", "ZC_CONFIG"})
 MAX_API_KEY_BYTES: Final = 1 << 16  # of the whole file
 MAX_TENANT: Final = 64
+MAX_CONTEXT: Final = 1 << 22  # tokens; the engine's adapter takes no more
 
 
 class ConfigError(Exception):
@@ -124,7 +125,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
 
     n_ctx: Annotated[
-        int, _setting("Engine", "Longest prompt plus answer, in tokens.", metavar="N", ge=32, le=1 << 24)
+        int, _setting("Engine", "Longest prompt plus answer, in tokens.", metavar="N", ge=32, le=MAX_CONTEXT)
     ] = 4096
     sequences: Annotated[
         int,
@@ -141,7 +142,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
             metavar="N",
             default="twice n_ctx",
             ge=0,
-            le=1 << 24,
+            le=MAX_CONTEXT,
         ),
     ] = 0
     chunk_tokens: Annotated[
@@ -150,7 +151,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
             "Engine",
             "Prompt tokens per engine call. Equal on both hosts for bit-equal results.",
             metavar="N",
-            ge=1,
+            ge=4,
             le=65536,
         ),
     ] = 256

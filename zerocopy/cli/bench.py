@@ -192,7 +192,7 @@ def path(
     overlap_tokens: Annotated[int, typer.Option(help="Prompt of the overlap measurement.", min=2)] = 32_768,
     prefill_speed: Annotated[float, typer.Option(help="Of that measurement, tokens a second.", min=1)] = 8192.0,
     geometry: Annotated[Literal["nemotron-3-super", "small"], typer.Option(help="Whose state.")] = "nemotron-3-super",
-    chunk_tokens: Annotated[int, typer.Option(help="Prompt tokens per engine call.", min=1)] = 1024,
+    chunk_tokens: Annotated[int, typer.Option(help="Prompt tokens per engine call.", min=4)] = 1024,
     page_tokens: Annotated[int, typer.Option(help="Most tokens per page; 0: as a daemon chooses.", min=0)] = 0,
     ring_mib: Annotated[int, typer.Option(help="Size of each ring.", min=1)] = 64,
     link_seconds: Annotated[float, typer.Option(help="Of each measurement of the bare link.", min=0.05)] = 1.5,
