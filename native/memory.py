@@ -15,7 +15,10 @@ import os
 import secrets
 import sys
 import tempfile
+from pathlib import Path
 from typing import Final
+
+import psutil
 
 PAGE: Final = mmap.PAGESIZE
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, Linux 5.14; the mmap module does not name it yet
@@ -27,6 +30,26 @@ class NativeError(Exception):
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+def available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Memory that this process can still have: what the machine has left or, where that is less, its control group or
+    one above it (cgroup v2). A container is such a group."""
+    left = [int(psutil.virtual_memory().available)]
+    with contextlib.suppress(OSError, ValueError):
+        (name,) = (line[len("0::/") :] for line in own.read_text().splitlines() if line.startswith("0::/"))
+        group = groups / name
+        for each in (group, *group.parents[: len(Path(name).parts)]):
+            with contextlib.suppress(OSError, ValueError):  # the group's limit is "max", or this is the root
+                left.append(_left(each))
+    return max(0, min(left))
+
+
+def _left(group: Path) -> int:
+    limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+    counts = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+    # The kernel takes back what it only keeps of files: most of a model's is such memory.
+    return limit - used + sum(int(count) for name, count in counts if name in ("active_file", "inactive_file"))
 
 
 def create_memory(label: str, nbytes: int) -> int:

@@ -15,6 +15,7 @@ import msgspec
 import typer
 from rich.text import Text
 
+from native.memory import available_bytes
 from transport.address import parse
 from transport.link import LinkError
 from transport.quic_choice import INSTALL, INSTALL_AEAD, built
@@ -113,9 +114,7 @@ def _keys(directory: Path | None) -> Check:
 
 
 def _memory() -> Check:
-    import psutil
-
-    available = psutil.virtual_memory().available
+    available = available_bytes()
     defaults = DaemonConfig()
     rings = (2 * defaults.rings * defaults.ring_mib) << 20  # export and landing
     found = f"{bytes_text(available)} available, rings take {bytes_text(rings)} with the defaults"

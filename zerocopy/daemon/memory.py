@@ -11,9 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
-import psutil
-
-from native.memory import NativeError
+from native.memory import NativeError, available_bytes
 from native.ring import Ring, Side
 from native.slab import Slab
 from zerocopy.daemon.admission import Admission
@@ -161,10 +159,11 @@ class SharedMemory:
         self._slab_bytes = slab_bytes
 
     def _check_room(self, slab_bytes: int) -> None:
-        """All of it is mapped at once: what the machine lacks would be taken from whoever else runs on it."""
+        """All of it is mapped at once: what the machine lacks would be taken from whoever else runs on it, and what a
+        container lacks ends a process in it."""
         sides = (self._export_rings, self._landing_rings)
         wanted = sum(rings * self._ring_bytes + _slabs(rings, slab_bytes) * slab_bytes for rings in sides)
-        available = psutil.virtual_memory().available
+        available = available_bytes()
         if wanted > available:
             raise NativeError(
                 "shared-memory",
