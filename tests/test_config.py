@@ -137,6 +137,9 @@ def test_peers_may_have_several_addresses_in_order(model: Path, tmp_path: Path) 
         ({"model": ""}, {}, "", ["--model"]),
         ({"api_key": "ä"}, {}, "", ["API key", "ASCII"]),
         ({"api_key": ""}, {}, "", ["API key", "empty"]),
+        ({"api_key": "abc "}, {}, "", ["API key", "space"]),
+        ({"peers": ["a b=c:1"]}, {}, "", ["peers", "'a b' is no peer name"]),
+        ({}, {}, "[peers]\n'' = 'c:1'", ["peers", "'' is no peer name"]),
     ],
 )  # fmt: skip
 def test_a_mistake_says_where_it_is_and_what_would_be_right(
@@ -188,6 +191,9 @@ def test_the_api_key_may_be_in_a_file_and_never_shows(model: Path, tmp_path: Pat
             load(flags, {})
     key_file.write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
+        load(flags, {})
+    key_file.write_text("".join(f"tenant-{n} key-{n}\n" for n in range(10_000)))  # cut, the last key would be another
+    with pytest.raises(ConfigError, match="larger than 65536 bytes"):
         load(flags, {})
     with pytest.raises(ConfigError, match="cannot read"):
         load(flags | {"api_key_file": str(tmp_path / "absent")}, {})

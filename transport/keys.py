@@ -68,7 +68,7 @@ class KeyStore:
 
     def new(self, name: str) -> str:
         """Make this host's key and certificate; returns the certificate's fingerprint."""
-        _check_name(name)
+        check_name(name)
         key = ec.generate_private_key(ec.SECP256R1())  # every TLS 1.3 stack has P-256, the QUIC ones included
         certificate = _self_signed(key)
         text = (
@@ -103,7 +103,7 @@ class KeyStore:
 
     def trust(self, name: str, pem: str) -> str:
         """Let the holder of this certificate's key connect as `name`; returns its fingerprint."""
-        _check_name(name)
+        check_name(name)
         if "PRIVATE KEY" in pem:
             raise LinkError("private-key", "that is a private key: give the output of `zc-handoff keys show`")
         certificate = _one_certificate(pem, "the certificate to trust")
@@ -130,11 +130,13 @@ class KeyStore:
 
     def forget(self, name: str) -> None:
         """New links with this peer are refused from now on; open ones stay until closed."""
-        _check_name(name)
+        check_name(name)
         try:
             (self._trusted / f"{name}.pem").unlink()
         except FileNotFoundError:
             raise LinkError("unknown-peer", f"no peer is trusted as {name}: see `zc-handoff keys list`") from None
+        except OSError as error:
+            raise _cannot_write(self._trusted, error) from error
 
     def peer_of(self, der: bytes | None) -> str | None:
         """Whose certificate this is; None for a stranger's."""
@@ -182,10 +184,11 @@ class KeyStore:
 
     def _fresh(self) -> _Table:
         """The table, read again if any file of it changed."""
-        files = sorted(self._trusted.glob("*.pem")) if self._trusted.is_dir() else []
-        if len(files) > MAX_TRUSTED:
-            raise LinkError("too-many-peers", f"{self._trusted} holds {len(files)} files, more than {MAX_TRUSTED}")
-        seen = tuple((f.name, (s := f.stat()).st_mtime_ns, s.st_size) for f in files)
+        try:
+            files = self._entries()
+            seen = tuple((f.name, (s := f.stat()).st_mtime_ns, s.st_size) for f in files)
+        except OSError as error:
+            raise _cannot_read(error) from error
         if seen == self._table.seen:
             return self._table
         by_print: dict[str, str] = {}
@@ -196,6 +199,16 @@ class KeyStore:
             by_print[fingerprint(certificate.public_bytes(serialization.Encoding.DER))] = file.stem
         self._table = table = _Table(seen, by_print, pems)
         return table
+
+    def _entries(self) -> list[Path]:
+        if not self._trusted.is_dir():
+            return []
+        if self._trusted.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise LinkError("trust-exposed", f"others can write to {self._trusted}, and so be trusted: `chmod go-w` it")
+        files = sorted(self._trusted.glob("*.pem"))
+        if len(files) > MAX_TRUSTED:
+            raise LinkError("too-many-peers", f"{self._trusted} holds {len(files)} files, more than {MAX_TRUSTED}")
+        return files
 
 
 def _self_signed(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
@@ -237,14 +250,18 @@ def _one_certificate(pem: str, where: str) -> x509.Certificate:
     return certificate
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
+    """Raises LinkError for what cannot name a peer."""
     if not _NAME.match(name):
         raise LinkError("bad-name", f"{name!r} is no peer name: 1 to 63 letters, digits, dots, dashes, underscores")
 
 
 def _read(path: Path) -> str:
-    with path.open("rb") as file:
-        data = file.read(MAX_PEM + 1)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_PEM + 1)
+    except OSError as error:
+        raise _cannot_read(error) from error
     if len(data) > MAX_PEM:
         raise LinkError("bad-certificate", f"{path} is larger than {MAX_PEM} bytes: not written by `zc-handoff keys`")
     return data.decode("ascii", "replace")
@@ -255,6 +272,10 @@ def _make_folder(path: Path) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise _cannot_write(path, error) from error
+
+
+def _cannot_read(error: OSError) -> LinkError:
+    return LinkError("cannot-read", f"cannot read {error.filename}: {error.strerror}: mend or remove it")
 
 
 def _cannot_write(path: Path, error: OSError) -> LinkError:

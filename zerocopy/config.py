@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, Literal, get_type_hints
 import msgspec
 
 from transport.address import parse
+from transport.keys import check_name
 from transport.link import LinkError
 from transport.quic_choice import split_scheme
 
@@ -503,6 +504,7 @@ def _complete(config: DaemonConfig) -> DaemonConfig:
     addresses = [("listen", config.listen), ("http", config.http)]
     addresses += [("advertise", config.advertise)] if config.advertise else []
     for name, many in config.peers.items():
+        _check_peer(name)
         if not many:
             raise ConfigError(f'peer {name} has no address: write {name} = "HOST:PORT" under [peers]')
         addresses += [(f"peer {name}", split_scheme(address)[1]) for address in many]
@@ -535,13 +537,21 @@ def _with_keys(config: DaemonConfig) -> DaemonConfig:
             _add_key(all_keys, tenant, key)
         config = msgspec.structs.replace(config, api_key=plain, api_keys=all_keys)
     keys = [*config.api_keys.values(), *([] if config.api_key is None else [config.api_key])]
-    if not all(key.isascii() and key.isprintable() and key for key in keys):
-        raise ConfigError("the API key has to be printable ASCII and not empty: HTTP headers carry nothing else")
+    if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in keys):
+        rule = "has to be printable ASCII, not empty, with no space before or after"
+        raise ConfigError(f"the API key {rule}: HTTP headers carry nothing else")
     if len(set(keys)) < len(keys):
         raise ConfigError("two tenants have the same API key: give each its own")
     if any(not 1 <= len(tenant) <= MAX_TENANT for tenant in config.api_keys):
         raise ConfigError(f"a tenant's name has to have 1 to {MAX_TENANT} characters")
     return config
+
+
+def _check_peer(name: str) -> None:
+    try:
+        check_name(name)
+    except LinkError as error:
+        raise ConfigError(f"peers: {error}") from error
 
 
 def _check_address(name: str, address: str) -> None:
@@ -555,9 +565,12 @@ def _read_keys(path: Path) -> tuple[str | None, dict[str, str]]:
     """(the key without a name, the keys of tenants)"""
     try:
         with path.open("rb") as file:
-            lines = file.read(MAX_API_KEY_BYTES).decode("utf-8").splitlines()
+            data = file.read(MAX_API_KEY_BYTES + 1)
+        lines = data.decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the API key in {path}: {_why(error)}") from error
+    if len(data) > MAX_API_KEY_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_API_KEY_BYTES} bytes: keep keys only, no others' files")
     plain: str | None = None
     tenants: dict[str, str] = {}
     for line in filter(None, map(str.strip, lines)):

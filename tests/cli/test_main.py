@@ -136,6 +136,17 @@ def test_a_reader_that_leaves_is_not_an_error() -> None:
     assert "Traceback" not in done.stderr and "Error" not in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("command", ["doctor", "doctor --json", "--help"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_a_full_disk_does_not_take_is_one_line_and_a_failure(command: str, unbuffered: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m zerocopy {command} > /dev/full"],
+        capture_output=True, text=True, env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert "the output cannot be written: No space left on device" in done.stderr
+
+
 def test_colour_follows_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["nope"]) == 2
     assert main.run(["doctor", "--keys", "/absent"]) in (0, 1)

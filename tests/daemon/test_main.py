@@ -11,11 +11,22 @@ import pytest
 
 from tests.daemon.wires import run
 from transport.keys import KeyStore
+from transport.link import LinkError
 from zerocopy.config import DaemonConfig
 from zerocopy.daemon import paths
 from zerocopy.daemon.main import serve
 
 WORKER = (sys.executable, "-m", "tests.daemon.scripted_worker", "serve")
+
+
+def test_a_daemon_with_a_damaged_entry_among_those_it_trusts_does_not_start(tmp_path: Path) -> None:
+    """It would refuse every peer, and those would be told to look at their side."""
+    KeyStore(tmp_path).new("a")
+    (tmp_path / "trusted").mkdir(0o700)
+    (tmp_path / "trusted/b.pem").write_text("half a certif")
+    config = DaemonConfig(name="a", model=Path("m.gguf"), keys=tmp_path, listen="127.0.0.1:0", http="127.0.0.1:0")
+    with pytest.raises(LinkError, match=r"trusted/b\.pem"):
+        run(serve(config, WORKER))
 
 
 def test_a_daemon_that_stops_dialling_its_peers_says_so_and_ends(

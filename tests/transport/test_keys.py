@@ -162,7 +162,7 @@ def foreign(*, authority: bool = False, signed_by_other: bool = False, curve: ec
 
 def test_the_table_is_bounded(tmp_path: Path) -> None:
     a, b = store(tmp_path, "a"), store(tmp_path, "b")
-    (tmp_path / "a/trusted").mkdir()
+    (tmp_path / "a/trusted").mkdir(0o700)
     for i in range(MAX_TRUSTED + 1):
         (tmp_path / f"a/trusted/{i}.pem").write_text(b.show()[0])
     with pytest.raises(LinkError) as caught:
@@ -177,6 +177,32 @@ def test_a_damaged_entry_is_named_and_not_skipped(tmp_path: Path) -> None:
     (tmp_path / "a/trusted/b.pem").write_text("")
     with pytest.raises(LinkError, match=r"trusted/b\.pem"):
         a.trusted()
+
+
+def test_an_entry_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """All methods raise LinkError: whoever greets a peer expects nothing else."""
+    a = store(tmp_path, "a")
+    (tmp_path / "a/trusted/b.pem").mkdir(parents=True)
+    (tmp_path / "a/trusted").chmod(0o700)
+    with pytest.raises(LinkError, match=r"trusted/b\.pem: Is a directory"):
+        a.trusted()
+    with pytest.raises(LinkError) as caught:
+        a.forget("b")
+    assert reason(caught) == "cannot-write"
+    (tmp_path / "a/trusted/b.pem").rmdir()
+    (tmp_path / "a/trusted/b.pem").symlink_to("absent")
+    with pytest.raises(LinkError, match=r"trusted/b\.pem: No such file"):
+        a.server_context()
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702])
+def test_a_folder_in_which_others_could_trust_themselves_is_refused(tmp_path: Path, mode: int) -> None:
+    a, b = store(tmp_path, "a"), store(tmp_path, "b")
+    a.trust("b", b.show()[0])
+    (tmp_path / "a/trusted").chmod(mode)
+    with pytest.raises(LinkError, match="chmod go-w") as caught:
+        a.server_context()
+    assert reason(caught) == "trust-exposed"
 
 
 def test_contexts_speak_tls_1_3_only_and_verify(tmp_path: Path) -> None:

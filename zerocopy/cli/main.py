@@ -5,6 +5,7 @@ Owns no logic of any subcommand. Heavy imports happen inside commands, so that `
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -68,6 +69,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code. `argv` is without the program's name."""
     try:
         code = app(args=None if argv is None else list(argv), prog_name="zc-handoff", standalone_mode=False)
+        sys.stdout.flush()  # not at exit, where nobody could say that it failed
         return code if isinstance(code, int) else ExitCode.OK
     except _UsageError as error:
         return _usage_error(error)
@@ -82,10 +84,14 @@ def run(argv: Sequence[str] | None = None) -> int:
         return ExitCode.FAILED
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:
-        # The reader of a pipe has what it wanted, like `head`. Python must not flush into it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.OK
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python must not flush into it at exit
+        if error.errno == errno.EPIPE:
+            return ExitCode.OK  # the reader has what it wanted, like `head`
+        show_error(f"the output cannot be written: {error.strerror}: free some room or write elsewhere")
+        return ExitCode.FAILED
 
 
 def _usage_error(error: Any) -> int:

@@ -107,6 +107,7 @@ async def _first_of(*events: Coroutine[Any, Any, object]) -> None:
 
 def _endpoints(config: DaemonConfig, owner: LinkOwner) -> BothEndpoints:
     keys = KeyStore(config.keys)
+    keys.trusted()  # with a damaged entry nobody is let in: not in silence
     tcp = TcpEndpoint(keys, owner, streams=config.streams)
     if not built():
         return BothEndpoints(tcp, None)
