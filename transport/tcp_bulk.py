@@ -39,7 +39,7 @@ from transport.outgoing import OutgoingPage, OutgoingPages
 from transport.tcp_info import TcpInfo, read_tcp_info
 
 SOCKET_BUFFER: Final = 4 << 20
-STREAM_REASONS: Final = frozenset({"stream-lost", "stream-stalled"})  # end this stream, not the link
+_STREAM_REASONS: Final = frozenset({"stream-lost", "stream-stalled"})  # end this stream, not the link
 
 
 def tune(sock: socket.socket, timeout_s: float, congestion: str | None) -> None:
@@ -77,15 +77,17 @@ class BulkStream:
         sock: socket.socket,
         keys: tuple[KeyChain, KeyChain],
         pages: tuple[OutgoingPages, IncomingPages],
+        failed: Callable[[LinkError], None],
         ended: Callable[[BulkStream], None],
         label: str,
         timeout_s: float,
     ) -> None:
-        """`keys` are (to send, to receive), both past their OPEN record. `ended` is called by the last thread. A record
-        that has begun to arrive must go on within `timeout_s`."""
+        """`keys` are (to send, to receive), both past their OPEN record. `failed` is called by a thread whose error is
+        to end the link, `ended` by the last thread. A record that has begun to arrive must go on within `timeout_s`."""
         self._sock = sock
         self._send_keys, self._receive_keys = keys
         self._outgoing, self._incoming = pages
+        self._failed = failed
         self._ended = ended
         self._timeout_s = timeout_s
         self._low_water = 1
@@ -94,7 +96,6 @@ class BulkStream:
         self._lock = threading.Lock()
         self._running = 2
         self._stopped = False
-        self.error: LinkError | None = None  # the first one, which explains the others
         self._threads = [
             threading.Thread(target=self._run, args=(work,), name=f"zc-{kind} {label}", daemon=True)
             for kind, work in (("send", self._send), ("receive", self._receive))
@@ -138,11 +139,12 @@ class BulkStream:
             error = LinkError("stream-lost", f"a bulk connection was lost ({failure}): check the path")
         except Exception as failure:  # the sink's own: its reason says what the peer did
             error = LinkError(getattr(failure, "reason", "sink-failed"), str(failure) or repr(failure))
+        if error is not None and error.reason not in _STREAM_REASONS:
+            self._failed(error)  # before the peer sees this stream end: it would send the page again over another
+        self.stop()
         with self._lock:
-            self.error = self.error or error
             self._running -= 1
             last = self._running == 0
-        self.stop()
         if last:
             self._ended(self)
 

@@ -60,7 +60,7 @@ from transport.mailbox import Mailbox
 from transport.outgoing import OutgoingPage, OutgoingPages, PageFuture
 from transport.stats import TcpStats
 from transport.streams import StreamCount
-from transport.tcp_bulk import STREAM_REASONS, BulkStream, tune
+from transport.tcp_bulk import BulkStream, tune
 from transport.tcp_control import Control
 from transport.tcp_info import TcpInfo
 
@@ -325,10 +325,14 @@ class TcpLink:
             raise self._closed()
         timeout_s = self._host.timing.dead_s
         tune(sock, timeout_s, self._host.congestion)
-        stream = BulkStream(sock, keys, (self._outgoing, self._incoming), self._stream_done, self.peer, timeout_s)
+        pages = (self._outgoing, self._incoming)
+        stream = BulkStream(sock, keys, pages, self._stream_failed, self._stream_done, self.peer, timeout_s)
         self._streams.add(stream)
         self.stats.streams = len(self._streams)
         stream.start()
+
+    def _stream_failed(self, error: LinkError) -> None:
+        self._mailbox.post(self._end, error)
 
     def _stream_done(self, stream: BulkStream) -> None:
         self._mailbox.post(self._stream_ended, stream)
@@ -339,9 +343,6 @@ class TcpLink:
         self.stats.streams = len(self._streams)
         if self._error is not None:
             self._finish()
-            return
-        if stream.error is not None and stream.error.reason not in STREAM_REASONS:
-            self._end(stream.error)
             return
         self.stats.streams_lost += 1
         for page in self._outgoing.lose(stream):

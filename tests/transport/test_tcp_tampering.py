@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import uvloop
 
 from transport.frames import OPENING, PREAMBLE, RECORD_HEADER, TAG
 from transport.link import LinkError, Timing
+from transport.tcp_bulk import BulkStream
 
 from .conftest import Run
 from .hosts import Host, pattern, two_hosts
@@ -105,6 +108,27 @@ def test_a_record_repeated_lost_or_reordered_is_refused(run: Run, tmp_path: Path
         async with two_hosts(tmp_path, streams=1, record_bytes=RECORD) as (a, b, address):
             page = pattern(RECORDS * RECORD)
             end = await send_through(a, b, address, fault(index), page, again=True)  # type: ignore[operator]
+            assert end in REFUSED
+            assert not b.landings.published
+
+    run(work())
+
+
+def test_the_link_ends_before_its_page_can_come_over_another_stream(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the stream takes long to end here: the other side sees its end at once, and replaces it."""
+    send = BulkStream._send
+
+    def slow_to_end(stream: BulkStream) -> None:
+        send(stream)
+        time.sleep(0.3 * (threading.current_thread().name == "zc-send a"))
+
+    monkeypatch.setattr(BulkStream, "_send", slow_to_end)
+
+    async def work() -> None:
+        async with two_hosts(tmp_path, streams=1, record_bytes=RECORD) as (a, b, address):
+            end = await send_through(a, b, address, duplicate(3), pattern(RECORDS * RECORD), again=True)
             assert end in REFUSED
             assert not b.landings.published
 
