@@ -243,7 +243,13 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = 256
     tenant_requests: Annotated[
         int,
-        _setting("Requests", "Most requests, waiting and running, of one API key.", metavar="N", ge=1, le=65536),
+        _setting(
+            "Requests",
+            "Most requests, waiting and running, of one API key, or of all who need none.",
+            metavar="N",
+            ge=1,
+            le=65536,
+        ),
     ] = 64
     queue_s: Annotated[
         float, _setting("Requests", "Longest wait for the engine or a prefiller.", metavar="SECONDS", gt=0, le=86400)

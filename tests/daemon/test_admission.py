@@ -110,10 +110,19 @@ async def test_a_tenant_cannot_fill_the_line_for_the_others() -> None:
     with pytest.raises(Refused) as refused:
         admission.ask("greedy", 1)
     assert refused.value.reason == "tenant-limit"
+    assert "3 requests of this API key" in str(refused.value)
     admission.ask("modest", 1)
     for ticket in mine:
         admission.give_back(ticket)
     admission.ask("greedy", 1)
+
+
+@on_uvloop
+async def test_who_has_no_key_is_not_told_of_one() -> None:
+    admission, _ = line(sequences=1, tenant_requests=1)
+    admission.ask("", 1)
+    with pytest.raises(Refused, match=r"1 requests without a tenant's API key .*--tenant-requests"):
+        admission.ask("", 1)
 
 
 @on_uvloop

@@ -106,6 +106,18 @@ def test_a_host_that_only_prefills_needs_a_decode_peer_to_serve(tmp_path: Path) 
     run(scenario())
 
 
+def test_a_request_that_ends_by_a_bug_is_not_counted_as_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with running(role="decode") as core:
+            await until(lambda: core.worker.facts)
+            monkeypatch.setattr(core.generation, "lanes", None)  # a bug
+            with pytest.raises(AttributeError):
+                await refusal(core)
+            assert metric(core, "zc_requests_total", outcome="failed", reason="internal", placement="none") == 1
+
+    run(scenario())
+
+
 def test_a_proof_is_refused_unless_the_daemon_allows_it() -> None:
     """X4."""
 

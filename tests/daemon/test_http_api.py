@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import re
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from tests.daemon.front_door import (
 from zerocopy.config import DaemonConfig
 from zerocopy.daemon import http_api
 from zerocopy.daemon import openai_schema as schema
-from zerocopy.daemon.requests import Delta, Finished, Started
+from zerocopy.daemon.requests import Delta, Event, Finished, GenerationRequest, Started
 from zerocopy.worker.sampling import Sampling
 
 # -- what comes back
@@ -45,6 +46,22 @@ async def test_a_completion_has_text_usage_timings_and_the_models_name() -> None
     assert body["usage"] == USAGE
     assert body["timings"] == {"prompt_n": 5}
     assert "zc_proof" not in body
+
+
+@on_uvloop
+async def test_of_several_choices_the_headers_tell_of_one_that_fell_back() -> None:
+    """A fallback is never silent."""
+
+    class SecondFallsBack(ScriptedService):
+        def generate(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+            began = Started("local", None, "link-lost", 5) if self.requests else Started("disaggregated", "p", None, 5)
+            self.script = (began, *HELLO[1:])
+            return super().generate(request)
+
+    async with open_door(SecondFallsBack()) as door:
+        reply = await door.post(COMPLETION | {"n": 3})
+    assert len(reply.json["choices"]) == 3
+    assert (reply.headers["x-zc-placement"], reply.headers["x-zc-fallback"]) == ("local", "link-lost")
 
 
 @on_uvloop
@@ -235,7 +252,7 @@ async def test_malformed_bodies_are_400_in_openais_shape() -> None:
         ("min_p", 2), ("seed", -1), ("seed", 1 << 63), ("stop", ""), ("stop", ["a"] * 17), ("stop", 1),
         ("stream", "yes"), ("stream_options", True), ("model", 1),
         ("n", 0), ("n", 9), ("n", "1"), ("n", True), ("logprobs", 21), ("logprobs", True), ("presence_penalty", 2.1),
-        ("frequency_penalty", -3), ("repeat_penalty", 0), ("logit_bias", {"5": 101}), ("logit_bias", {"x": 1}),
+        ("frequency_penalty", -3), ("repeat_penalty", 1e-40), ("logit_bias", {"5": 101}), ("logit_bias", {"x": 1}),
         ("stream_options", {"continuous_usage_stats": True}),
     ],
 )  # fmt: skip

@@ -37,7 +37,7 @@ def reserve(**changes: object) -> m.Reserve:
         "state": SCHEMA,
         "tenant": "anna",
         "tokens": TOKENS,
-        "largest_page": 360,
+        "largest_page": 384,
         "components": tuple(m.Estimate(c, 1) for c in Component),
     }
     return m.Reserve(**{**fields, **changes})  # type: ignore[arg-type]

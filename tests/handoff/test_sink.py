@@ -238,6 +238,18 @@ def test_a_page_beyond_the_credit_is_refused_before_memory_is_claimed() -> None:
     assert ended(actions).reason == "credit"
 
 
+def test_a_page_larger_than_was_announced_is_the_sources_fault() -> None:
+    """The window leaves room at the ring's wrap for what was announced: a larger page would find the ring full within
+    its credit, and this host would blame itself."""
+    (header, _), *_ = pages()
+    sink, _ = reserved(largest_page=header.payload_bytes - 1)
+    sink.grant(epoch=EPOCH, seed=SEED, window=1 << 20, deadline_s=20.0, now=102.0)
+    accepted, actions = sink.accept_page(header, header.payload_bytes)
+    assert not accepted
+    assert ended(actions).reason == "page-size"
+    assert f"at most {header.payload_bytes - 1}" in ended(actions).message
+
+
 def test_freed_records_become_credit() -> None:
     sink = landing(window=1000)
     header, payload = pages()[0]

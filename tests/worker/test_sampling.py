@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -68,9 +69,22 @@ def test_temperature_zero_takes_the_most_likely_token_and_the_first_of_equals() 
     assert Sampler(Sampling(top_k=5, top_p=0.1, min_p=0.9)).choose(np.array([2, 7, 7], np.float32)) == 1
 
 
-def test_a_tiny_temperature_is_greedy_and_does_not_overflow() -> None:
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [2e-5, 1e-6, 1e-310])
+def test_a_tiny_temperature_is_greedy_and_does_not_overflow(temperature: float) -> None:
+    """At 1e-310 the last token of the vocabulary was drawn."""
     big = np.array([3e38, -3e38, 0], np.float32)
-    assert all(Sampler(Sampling(1e-6, seed=i)).choose(big) == 0 for i in range(20))
+    assert all(Sampler(Sampling(temperature, seed=i)).choose(big) == 0 for i in range(20))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_the_least_repeat_penalty_does_not_overflow(temperature: float) -> None:
+    """1e-40 made infinities, and of those the last token."""
+    row = np.array([1000, 900, -1000, 0], np.float32)
+    assert Sampler(Sampling(temperature, repeat_penalty=0.01, seed=1), [0, 1, 2]).choose(row) == 0
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"repeat_penalty": 1e-40}, Sampling)
 
 
 def test_the_same_seed_repeats_and_another_does_not() -> None:

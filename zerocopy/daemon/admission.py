@@ -129,7 +129,9 @@ class Admission:
         says so with `measured` later. Raises Refused."""
         self._check_size(tokens)
         if self._tenant_requests is not None and self._tenants[tenant] >= self._tenant_requests:
-            raise Refused("tenant-limit", f"this API key has {self._tenant_requests} requests here, the most allowed")
+            whose = "of this API key" if tenant else "without a tenant's API key"
+            sentence = f"{self._tenant_requests} requests {whose} are here, the most allowed (--tenant-requests)"
+            raise Refused("tenant-limit", sentence)
         self._check_wait()
         ticket = Ticket(tenant, tokens, group, self._clock())
         self._tenants[tenant] += 1

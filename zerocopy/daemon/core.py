@@ -103,6 +103,9 @@ class Core:
             why = _shutdown() if self._stopping else error  # whatever it ended with then
             outcome, reason = "failed", why.reason
             raise why from None
+        except Exception:
+            outcome, reason = "failed", "internal"
+            raise
         finally:
             self._requests -= 1
             self.telemetry.request_ended(outcome, reason, placement)

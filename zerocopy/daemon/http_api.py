@@ -257,6 +257,8 @@ class _FrontDoor:
             if body.stream:
                 return await _stream(request, answer, started, events, choices, body.wants_usage())
             async for index, event in events:
+                if isinstance(event, Started) and event.fallback_reason and not started.fallback_reason:
+                    started = event  # of several choices, one that fell back is the one to tell of
                 _take(choices[index], event)
         if any(choice.finished is None for choice in choices):
             raise _unfinished()

@@ -14,7 +14,7 @@ import msgspec
 
 from zerocopy.daemon.chat import ChatMessage
 from zerocopy.daemon.requests import RequestError
-from zerocopy.worker.sampling import MAX_LOGPROBS, Penalty, Sampling
+from zerocopy.worker.sampling import MAX_LOGPROBS, Penalty, RepeatPenalty, Sampling
 
 # They do not change the answer: bookkeeping of the client, or hints to a service with more than one model.
 HARMLESS: Final = frozenset(
@@ -73,8 +73,8 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repeat_penalty: Annotated[float, msgspec.Meta(gt=0, le=10)] | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=10)] | None = None  # its other name
+    repeat_penalty: RepeatPenalty | None = None
+    repetition_penalty: RepeatPenalty | None = None  # its other name
     logit_bias: Annotated[dict[TokenId, BiasValue], msgspec.Meta(max_length=1024)] | None = None
     return_tokens: bool | None = None
     stream: bool | None = None

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from zerocopy.handoff.components import (
     MAX_PAGE_BYTES,
+    SNAPSHOT,
     Component,
     Identity,
     PageHeader,
@@ -126,7 +127,7 @@ class SinkHandoff(Machine):
             self._advance(Event.PAGE)
             self._check_length(header, payload_bytes)
             self._granted_ledger().claim(header)
-            self._check_credit(header)
+            self._check_room(header)
         except RemoteProtocolError as error:
             return False, self.fail_with(error)
         self._accepted += record_bytes(header.component, header.payload_bytes)
@@ -301,7 +302,12 @@ class SinkHandoff(Machine):
                 "page-size", f"{header.address}: header says {header.payload_bytes} bytes, the link {payload_bytes}"
             )
 
-    def _check_credit(self, header: PageHeader) -> None:
+    def _check_room(self, header: PageHeader) -> None:
+        size = header.payload_bytes
+        if header.component not in SNAPSHOT and size > self.largest_page:  # at the wrap there is room for no larger one
+            raise RemoteProtocolError(
+                "page-size", f"{header.address}: {size} bytes, RESERVE announced at most {self.largest_page}"
+            )
         used = self._accepted + record_bytes(header.component, header.payload_bytes)
         if used > self._limit:
             raise RemoteProtocolError("credit", f"{header.address}: would use {used} of {self._limit} bytes of credit")

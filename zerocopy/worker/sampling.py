@@ -16,8 +16,10 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 MAX_LOGPROBS: Final = 20  # alternatives told per token
+_GREEDY_BELOW: Final = 1e-5  # temperature at which logits that differ in float16 already weigh 1 to e**-90
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepeatPenalty = Annotated[float, Meta(ge=0.01, le=10)]  # of less, float32 has no quotient
 Bias = tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], Annotated[float, Meta(ge=-100, le=100)]]  # token id, added
 
 
@@ -31,7 +33,7 @@ class Sampling(msgspec.Struct, frozen=True):
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     presence_penalty: Penalty = 0.0  # taken off the logit of every token generated before
     frequency_penalty: Penalty = 0.0  # the same, as often as it was
-    repeat_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0  # divides logits of tokens of prompt and answer
+    repeat_penalty: RepeatPenalty = 1.0  # divides logits of tokens of prompt and answer
     logit_bias: Annotated[tuple[Bias, ...], Meta(max_length=1024)] = ()
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None  # alternatives told with each token
 
@@ -76,7 +78,7 @@ class Sampler:
         return logits
 
     def _choose(self, logits: NDArray[np.float32]) -> int:
-        if self._sampling.temperature <= 0:
+        if self._sampling.temperature < _GREEDY_BELOW:
             return int(logits.argmax())
         tokens, weights = _survivors(logits, self._sampling)
         bounds = np.cumsum(weights)
