@@ -196,6 +196,27 @@ def test_a_request_without_a_limit_may_have_what_the_context_leaves(prompt_token
     run(scenario())
 
 
+def test_text_that_cannot_fit_is_refused_before_the_engine_spends_time_on_it() -> None:
+    """15 MB took the tokenizer 24 s, in which nobody else had a token; at 30 s the worker counts as hung."""
+
+    async def scenario() -> None:
+        async with host(queue=0) as one:
+            facts = one.worker.facts
+            assert facts is not None
+            most = facts.n_ctx * facts.longest_token
+            error = await refusal(background(gather(one.generate(GenerationRequest(prompt="é" * (most // 2 + 1))))))
+            assert (error.reason, error.status) == ("context-length", 400)
+            assert f"{most + 2} bytes is {facts.n_ctx + 1} tokens or more" in str(error)
+            assert not one.worker.sent
+            task = background(gather(one.generate(GenerationRequest(prompt="é" * (most // 2)))))
+            asked = await one.worker.got(p.Tokenize)
+            one.worker.say(p.Tokenized(asked.job, [3]))
+            one.answer(await one.worker.got(p.Generate), "x")
+            await task
+
+    run(scenario())
+
+
 def test_text_that_reads_like_more_control_tokens_than_fit_is_the_clients_fault() -> None:
     """Each costs a call of the tokenizer."""
 

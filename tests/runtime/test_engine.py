@@ -263,6 +263,9 @@ def test_a_real_tokenizer_takes_text_apart_and_puts_it_together() -> None:
     assert facts.n_vocab == 49152 and facts.mtp == "off"
     assert {"<|im_start|>", "<|im_end|>", "<|endoftext|>"} <= set(facts.control_tokens)
     assert "the" not in facts.control_tokens
+    for piece in (" " * 5000, "Grüße, 世界! 😀" * 50, "a" * 5000, text):
+        tokens = runtime.tokenize(piece, add_special=False, parse_special=True)
+        assert len(piece.encode()) <= len(tokens) * facts.longest_token
     runtime.close()
 
 
@@ -271,6 +274,9 @@ def test_the_tiny_models_tokenizer_hashes_text_and_spells_tokens_in_hex(open_run
     tokens = runtime.tokenize("any text at all", add_special=True, parse_special=True)
     assert len(tokens) == 3 and all(0 <= t < models.N_VOCAB for t in tokens)
     assert runtime.piece(127) == b"7f" and not runtime.is_end(127)
+    text = "any text at all " * 99
+    tokens = runtime.tokenize(text, add_special=False, parse_special=False)
+    assert len(text) <= len(tokens) * runtime.facts.longest_token
     assert (runtime.facts.bos_token, runtime.facts.eos_token) == ("", "")
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zerocopy.daemon.http_api import MAX_BODY_BYTES
 from zerocopy.worker import protocol as p
 from zerocopy.worker.sampling import Sampling
 
@@ -105,10 +106,11 @@ def test_a_message_beyond_the_bound_is_not_sent(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_longest_prompt_fits_a_frame() -> None:
-    """The bound leaves room for the largest token history there can be: five bytes a token at most."""
+    """Five bytes a token at most, a token for each byte of the text: of a model that takes digits one by one, 16 MiB of
+    them were more than a frame, which ended the worker."""
     assert p.frame_length(p.MAX_FRAME.to_bytes(4, "little")) == p.MAX_FRAME
     assert len(p.encode(p.Prefill(1, [1 << 31] * 1000, b"i" * 16, 1, 1, 0, 0, True))) < 5 * 1000 + 200
-    assert p.MAX_FRAME > 5 * (1 << 20) + 100
+    assert p.MAX_FRAME > 5 * MAX_BODY_BYTES + 100
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"\x80", b"\x81\xa4type\xa7Release", p.encode(p.Dropped(1))[4:]])

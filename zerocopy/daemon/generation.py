@@ -80,8 +80,7 @@ class Generation:
         """Implements `GenerationService.generate` for a host with a decode lane."""
         arrived = time.monotonic()
         try:
-            if isinstance(request.prompt, list):
-                _check_fit(request, request.prompt, self.facts())  # what can never be served does not queue
+            self._check(request)  # what can never be served does not queue
             async with self._place(request) as ticket:
                 tokens, decision = await self._turn(request, ticket)
                 make = partial(_Session, self, request, tokens, decision, arrived, ticket)
@@ -148,10 +147,15 @@ class Generation:
             raise WorkerLost(self.worker.reason)
         return self.worker.facts
 
+    def _check(self, request: GenerationRequest) -> None:
+        if isinstance(request.prompt, list):
+            _check_fit(request, request.prompt, self.facts())
+        else:
+            _check_text(request, request.prompt, self.facts())
+
     async def _tokens(self, request: GenerationRequest) -> list[int]:
         if isinstance(request.prompt, list):
             return request.prompt
-        _check_literals(request, self.facts())
         tokenize = partial(
             self.worker.tokenize, request.prompt, parse_special=request.parse_special, literal=request.literal
         )
@@ -420,8 +424,13 @@ def handoff_figures(trace: Trace) -> dict[str, object]:
     }
 
 
-def _check_literals(request: GenerationRequest, facts: EngineFacts) -> None:
-    """Each is a token at least, and a call of the tokenizer: more than can fit are not worth its time."""
+def _check_text(request: GenerationRequest, text: str, facts: EngineFacts) -> None:
+    """What cannot fit, however it is cut into tokens, is not worth the tokenizer's time: 15 MB took the engine 24 s, in
+    which nobody else had a token. Each literal is a token at least, and a call."""
+    if (size := len(text.encode())) > facts.n_ctx * facts.longest_token:
+        least = -(-size // facts.longest_token)
+        sentence = f"the prompt of {size} bytes is {least} tokens or more, this host has context for {facts.n_ctx}"
+        raise RequestError("context-length", f"{sentence}: shorten the prompt", 400)
     if len(request.literal) >= facts.n_ctx:
         sentence = f"the prompt holds {len(request.literal)} control tokens written as text, this host has context for"
         raise RequestError("context-length", f"{sentence} {facts.n_ctx} tokens: shorten the prompt", 400)
@@ -430,8 +439,6 @@ def _check_literals(request: GenerationRequest, facts: EngineFacts) -> None:
 def _check_fit(request: GenerationRequest, tokens: list[int], facts: EngineFacts) -> None:
     if not tokens:
         raise RequestError("empty-prompt", "the prompt has no tokens", 400)
-    if any(not 0 <= token < facts.n_vocab for token in tokens):
-        raise RequestError("token-id", f"prompt has a token id outside 0 to {facts.n_vocab - 1}", 400)
     most = _most_tokens(request, len(tokens), facts)
     needed = len(tokens) + most
     if needed > facts.n_ctx:
@@ -444,6 +451,8 @@ def _check_fit(request: GenerationRequest, tokens: list[int], facts: EngineFacts
             f"{facts.n_ctx}: shorten the prompt{lower} or start with a larger --n-ctx",
             400,
         )
+    if any(not 0 <= token < facts.n_vocab for token in tokens):
+        raise RequestError("token-id", f"prompt has a token id outside 0 to {facts.n_vocab - 1}", 400)
     if any(token >= facts.n_vocab for token, _ in request.sampling.logit_bias):
         raise RequestError("token-id", f"logit_bias has a token id outside 0 to {facts.n_vocab - 1}", 400)
 

@@ -48,6 +48,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     eos_token: str
     batch_invariant: bool  # every bit of a sequence is what it would be if it were alone
     mtp: str  # "off", or "tracked" when the MTP context follows the target
+    longest_token: int = 256  # bytes of text that one token stands for, at most
     control_tokens: tuple[str, ...] = ()  # texts that are one token where control tokens are parsed, and only there
 
 

@@ -22,7 +22,7 @@ from zerocopy.handoff.components import MAX_PAGE_BYTES
 from zerocopy.runtime.base import EngineFacts
 from zerocopy.worker.sampling import Sampling, TokenLogprob
 
-MAX_FRAME: Final = 72 << 20  # MAX_TOKENS token ids (64 MiB) and change
+MAX_FRAME: Final = 96 << 20  # a prompt of 16 MiB, every byte of it a token id of five
 MAX_FDS: Final = 64
 
 

@@ -146,6 +146,7 @@ class LlamaRuntime:
             eos_token=self._special(self._library.c.llama_vocab_eos(self._vocab)),
             batch_invariant=lane.options.batch_invariant,
             mtp="tracked" if lane.schema.spec(Component.MTP_KV) else "off",
+            longest_token=max(len(self._text(token)) for token in range(lane.n_vocab)),
             control_tokens=self._control_tokens(lane.n_vocab),
         )
 
@@ -155,10 +156,11 @@ class LlamaRuntime:
         return tuple(text for token in control if (text := self._special(token)))
 
     def _special(self, token: int) -> str:
-        if token < 0:
-            return ""
-        text = self._library.c.llama_vocab_get_text(self._vocab, token)
-        return str(self._library.ffi.string(text).decode("utf-8", "replace"))
+        return "" if token < 0 else self._text(token).decode("utf-8", "replace")
+
+    def _text(self, token: int) -> bytes:
+        """As the vocabulary spells it, a byte in one to three: never less than it stands for."""
+        return bytes(self._library.ffi.string(self._library.c.llama_vocab_get_text(self._vocab, token)))
 
 
 def _check_options(options: LlamaOptions) -> None:
