@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -75,6 +77,55 @@ async def test_a_server_that_is_too_slow_for_the_client_is_a_timeout() -> None:
     async with open_door(ScriptedService([STARTED, pause(5)])) as door:  # type: ignore[arg-type]
         seen = await open_loop(Target(f"http://{door.address}", timeout_s=0.2), [Arrival(0.0, 5, 3)], quiet)
     assert seen[0].failure == "timeout"
+
+
+@contextlib.asynccontextmanager
+async def foreign_server(body: bytes) -> AsyncIterator[Target]:
+    """Answers every request with status 200 and this event stream, whatever that is."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n" + body)
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield Target("http://{}:{}".format(*server.sockets[0].getsockname()))
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [b"no json", b"[]", b'{"choices": 1}', b'{"choices": [{"text": 1}]}', b'{"usage": {"completion_tokens": -1}}',
+     b'{"usage": {}}', b'{"choices": [{"text": "' + b"a" * (1 << 20) + b'"}]}', b'{"choices": [{"text": "\xff"}]}'],
+)  # fmt: skip
+@on_uvloop
+async def test_an_answer_of_another_shape_is_a_failure_of_that_request_alone(event: bytes) -> None:
+    """It ended the whole run."""
+    async with foreign_server(b"data: " + event + b"\n\n" + DONE) as target:
+        seen = await open_loop(target, [Arrival(0.0, 5, 3)] * 2, quiet)
+    assert [one.failure for one in seen] == ["malformed", "malformed"]
+
+
+@on_uvloop
+async def test_an_answer_of_nothing_is_not_an_answer() -> None:
+    """It was completed, and the fastest of all: goodput was highest where nothing was generated."""
+    async with foreign_server(b'data: {"choices": [{"text": ""}]}\n\n' + DONE) as target:
+        result = report(await open_loop(target, [Arrival(0.0, 5, 3)], quiet), SLO)
+    assert (result.failed, result.completed, result.goodput_rps) == ({"empty": 1}, 0, 0.0)
+
+
+@on_uvloop
+async def test_tokens_that_a_server_does_not_count_are_those_that_came() -> None:
+    """Without a usage the time per token was that of the whole answer, and no token was generated."""
+    body = b"".join(b'data: {"choices": [{"text": "%c"}]}\n\n' % letter for letter in b"abc")
+    async with foreign_server(b'data: {"id": 1}\n\n' + body + DONE) as target:
+        (one,) = await open_loop(target, [Arrival(0.0, 5, 3)], quiet)
+    assert one.failure is None and one.output_tokens == 3
+    assert one.tpot_s == (one.pieces[-1] - one.pieces[0]) / 2
 
 
 def seen_at(sent: float, ttft: float, tpot: float) -> Seen:

@@ -56,6 +56,29 @@ def test_prompts_share_what_their_blocks_say_and_nothing_else() -> None:
     assert prompt_of(Arrival(0, 50, 1), 0, 1000) != prompt_of(Arrival(0, 50, 1), 1, 1000)
 
 
+def test_only_blocks_that_a_prompt_has_room_for_are_made() -> None:
+    """A prompt cut to fit a context had all its trace's blocks drawn, on the loop that times the answers."""
+    counted = itertools.count()
+    blocks = tuple(_Counted(n, counted) for n in range(300))
+    assert len(prompt_of(Arrival(0, 600, 1, blocks=blocks), 0, 1000)) == 600
+    assert next(counted) == 2
+
+
+class _Counted(int):
+    """A block id that counts whose tokens were drawn."""
+
+    def __new__(cls, number: int, counted: itertools.count[int]) -> _Counted:
+        made = super().__new__(cls, number)
+        made.counted = counted
+        return made
+
+    counted: itertools.count[int]
+
+    def __format__(self, spec: str) -> str:
+        next(self.counted)
+        return super().__format__(spec)
+
+
 def test_traces_of_both_formats_are_read(tmp_path: Path) -> None:
     azure, mooncake = tmp_path / "a.csv", tmp_path / "m.jsonl"
     azure.write_text(
@@ -70,7 +93,13 @@ def test_traces_of_both_formats_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [("a.csv", "a,b\n1,2\n"), ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nnow,1,2\n"), ("m.jsonl", "{}\n"),
-     ("m.jsonl", "no json\n"), ("absent.csv", "")],
+     ("m.jsonl", "no json\n"), ("absent.csv", ""),
+     ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,-1,8\n"),
+     ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,9,0\n"),
+     ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,9," + "9" * 30 + "\n"),
+     ("a.csv", '"' + "a" * 200_000 + '"\n'),
+     ("m.jsonl", '{"timestamp": 0, "input_length": -67, "output_length": 5}\n'),
+     ("m.jsonl", '{"timestamp": 0, "input_length": 67, "output_length": 0}\n')],
 )  # fmt: skip
 def test_what_is_no_trace_is_told_so(name: str, text: str, tmp_path: Path) -> None:
     if text:

@@ -11,16 +11,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import aiohttp
 import msgspec
+from aiohttp.http_exceptions import HttpProcessingError
+from msgspec import Meta
 
 from zerocopy.cli.measuring import Quantiles, quantiles
 from zerocopy.cli.plot import Panel, svg
 from zerocopy.cli.workload import Arrival, prompt_of
 
 _DIGITS: Final = 5  # of seconds
+_MAX_ERROR_BYTES: Final = 1 << 16
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -62,6 +65,25 @@ class Seen(msgspec.Struct):
     def tpot_s(self) -> float:
         """Between the first token and the last, per token; of a single token, nothing."""
         return (self.pieces[-1] - self.pieces[0]) / max(1, self.output_tokens - 1)
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: Annotated[int, Meta(ge=0)]
+
+
+class _Chunk(msgspec.Struct):
+    """One event of a stream, as far as it counts here. A server may say more, or none of it."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_chunks: Final = msgspec.json.Decoder(_Chunk)
 
 
 class ServeReport(msgspec.Struct, frozen=True):
@@ -132,15 +154,26 @@ async def ask(session: aiohttp.ClientSession, target: Target, arrival: Arrival, 
             if response.status == 200:
                 await _follow(response, seen)
             else:
-                seen.failure = _reason(await response.read(), f"http-{response.status}")
+                said = await response.content.read(_MAX_ERROR_BYTES)
+                seen.failure = _reason(said, f"http-{response.status}")
     except TimeoutError:
         seen.failure = "timeout"
     except (aiohttp.ClientError, OSError):
         seen.failure = "connection"
+    except (msgspec.DecodeError, ValueError, HttpProcessingError):  # the latter two also of a line that is too long
+        seen.failure = "malformed"
     seen.ended = time.monotonic()
-    if seen.failure is None and not seen.pieces:
-        seen.pieces = [seen.ended]  # it answered with a token that has no text, such as the end of its text
+    if seen.failure is None:
+        _complete(seen)
     return seen
+
+
+def _complete(seen: Seen) -> None:
+    """An answer without a token is none: it would be the fastest of all."""
+    if not seen.pieces and not seen.output_tokens:
+        seen.failure = "empty"
+    seen.pieces = seen.pieces or [seen.ended]  # of a token that has no text, such as the end of its text
+    seen.output_tokens = seen.output_tokens or len(seen.pieces)  # a server that does not count sends them one by one
 
 
 async def _follow(response: aiohttp.ClientResponse, seen: Seen) -> None:
@@ -152,14 +185,14 @@ async def _follow(response: aiohttp.ClientResponse, seen: Seen) -> None:
         if data == b"[DONE]":
             seen.failure = None
             return
-        chunk = msgspec.json.decode(data)
-        if "error" in chunk:
+        chunk = _chunks.decode(data)
+        if chunk.error is not None:
             seen.failure = _reason(data, "error")
             return
-        if any(choice.get("text") for choice in chunk["choices"]):
+        if any(choice.text for choice in chunk.choices):
             seen.pieces.append(time.monotonic())
-        if chunk.get("usage"):
-            seen.output_tokens = chunk["usage"]["completion_tokens"]
+        if chunk.usage is not None:
+            seen.output_tokens = chunk.usage.completion_tokens
 
 
 def _reason(body: bytes, otherwise: str) -> str:

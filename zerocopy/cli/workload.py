@@ -12,9 +12,10 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
+from msgspec import Meta
 
 BLOCK_TOKENS: Final = 512  # of Mooncake's hash ids
 
@@ -32,6 +33,10 @@ class Arrival(msgspec.Struct, frozen=True):
 
 class TraceError(Exception):
     """The file is not a trace of a known format."""
+
+
+_AZURE_LENGTHS: Final = ("ContextTokens", "GeneratedTokens")
+Length = Annotated[int, Meta(ge=1, le=1 << 24)]  # of a prompt or an answer; a request of none is none
 
 
 # (percentile, tokens) of the public traces, computed from their files: prompts, then answers. The minimum and what lies
@@ -57,17 +62,17 @@ def azure_trace(path: Path) -> list[Arrival]:
             for row in csv.DictReader(file):
                 at = datetime.fromisoformat(row["TIMESTAMP"][:26])  # seven digits of a second are one too many
                 first = first or at
-                lengths = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-                arrivals.append(Arrival((at - first).total_seconds(), *lengths))
-    except (OSError, UnicodeDecodeError, KeyError, ValueError, TypeError) as error:
+                prompt, output = (msgspec.convert(row[name], Length, strict=False) for name in _AZURE_LENGTHS)
+                arrivals.append(Arrival((at - first).total_seconds(), prompt, output))
+    except (OSError, csv.Error, msgspec.ValidationError, KeyError, ValueError, TypeError) as error:
         raise TraceError(f"{path} is no Azure trace (TIMESTAMP,ContextTokens,GeneratedTokens): {error}") from None
     return arrivals
 
 
 class _Mooncake(msgspec.Struct):
     timestamp: float  # ms
-    input_length: int
-    output_length: int
+    input_length: Length
+    output_length: Length
     hash_ids: tuple[int, ...] = ()
 
 
@@ -127,7 +132,7 @@ def _cut(arrival: Arrival, longest: int) -> Arrival:
 def prompt_of(arrival: Arrival, number: int, words: int) -> list[int]:
     """Token ids below `words`: the shared blocks, then ids that only this request has."""
     tokens = list[int]()
-    for block in arrival.blocks:
+    for block in arrival.blocks[: -(-arrival.prompt_tokens // BLOCK_TOKENS)]:  # it may have been cut shorter since
         rng = random.Random(f"block {block}")
         tokens += [rng.randrange(words) for _ in range(BLOCK_TOKENS)]
     rng = random.Random(f"request {number}")
