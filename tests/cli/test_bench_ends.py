@@ -29,9 +29,11 @@ from zerocopy.cli.bench_ends import (
     Received,
     SendingEnd,
     Usage,
+    _say,
     arena,
     send_plain,
 )
+from zerocopy.cli.iperf3 import read_report
 
 PAGE = 64 << 10
 MEMORY = arena()
@@ -119,7 +121,7 @@ def test_a_request_out_of_bounds_ends_the_link(keys: Path, size: Any) -> None:
 def test_a_plain_connection_counts_what_came_after_the_token(keys: Path) -> None:
     async def scenario() -> None:
         async with joined(keys) as (end, link):
-            opened: CeilingOpen = await end.ask(link, OpenCeiling("plaintext"), CeilingOpen)
+            opened: CeilingOpen = await end.ask(link, OpenCeiling("plaintext", 0.05), CeilingOpen)
             assert opened.port is not None
             await asyncio.to_thread(send_plain, "127.0.0.1", opened.port, opened.token, MEMORY, 0.05)
             received: Received = await end.answer(Received)
@@ -131,11 +133,67 @@ def test_a_plain_connection_counts_what_came_after_the_token(keys: Path) -> None
 def test_a_plain_connection_without_the_token_is_not_read(keys: Path) -> None:
     async def scenario() -> None:
         async with joined(keys) as (end, link):
-            opened: CeilingOpen = await end.ask(link, OpenCeiling("plaintext"), CeilingOpen)
+            opened: CeilingOpen = await end.ask(link, OpenCeiling("plaintext", 0.05), CeilingOpen)
             with socket.create_connection(("127.0.0.1", opened.port or 0)) as sock:
                 sock.sendall(bytes(bench_ends.TOKEN_BYTES) + b"state?")
             received: Received = await end.answer(Received)
             assert received.nbytes == 0
+
+    uvloop.run(scenario())
+
+
+def test_a_link_that_ends_takes_no_other_links_ceiling_with_it(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last measurement's link may end here after the next one's has asked."""
+    monkeypatch.setattr(bench_ends, "ANSWER_S", 5.0)
+
+    async def scenario() -> None:
+        landing = TcpEndpoint(KeyStore(keys / "b"), LandingEnd("127.0.0.1"))
+        ends = SendingEnd(MEMORY), SendingEnd(MEMORY)
+        sending = [TcpEndpoint(KeyStore(keys / "a"), end, streams=1) for end in ends]
+        try:
+            address = await landing.listen("127.0.0.1:0")
+            first, second = [await endpoint.connect("b", address) for endpoint in sending]
+            opened: CeilingOpen = await ends[1].ask(second, OpenCeiling("plaintext", 0.05), CeilingOpen)
+            first.close("measured")
+            await first.ended.wait()
+            await ends[1].usage(second)  # the other end has heard of both by now, or will
+            await asyncio.sleep(0.2)
+            await asyncio.to_thread(send_plain, "127.0.0.1", opened.port or 0, opened.token, MEMORY, 0.05)
+            assert (await ends[1].answer(Received)).nbytes > 0
+        finally:
+            for endpoint in (*sending, landing):
+                await endpoint.close()
+
+    uvloop.run(scenario())
+
+
+@pytest.mark.skipif(shutil.which("iperf3") is None, reason="iperf3 is not installed here")
+def test_an_iperf3_test_may_last_as_long_as_it_was_said_to(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its server was killed after 30 s, so that with --seconds 60 there was never a figure, and iperf3 was blamed."""
+    monkeypatch.setattr(bench_ends, "ANSWER_S", 0.5)
+
+    async def scenario() -> None:
+        async with joined(keys) as (end, link):
+            _say(link, OpenCeiling("iperf3", 1.0))
+            opened = await asyncio.wait_for(end._answers.get(), 30)
+            assert isinstance(opened, CeilingOpen)
+            command = ["iperf3", "-c", "127.0.0.1", "-p", str(opened.port), "-P1", "-t", "1", "-J"]
+            client = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+            assert read_report((await client.communicate())[0]).gbps > 0
+
+    uvloop.run(scenario())
+
+
+def test_a_question_ends_with_its_link_and_says_so(keys: Path) -> None:
+    """It was a cancellation, which nobody had asked for and no command shows as an error."""
+
+    async def scenario() -> None:
+        async with joined(keys) as (end, link):
+            asking = asyncio.ensure_future(end.usage(link))
+            await asyncio.sleep(0)
+            link.close("cut")
+            with pytest.raises(LinkError, match="ended during a measurement: cut"):
+                await asking
 
     uvloop.run(scenario())
 
@@ -146,7 +204,7 @@ def test_without_iperf3_there_is_no_port_for_it(keys: Path, monkeypatch: pytest.
 
     async def scenario() -> None:
         async with joined(keys) as (end, link):
-            opened: CeilingOpen = await end.ask(link, OpenCeiling("iperf3"), CeilingOpen)
+            opened: CeilingOpen = await end.ask(link, OpenCeiling("iperf3", 1.0), CeilingOpen)
             assert opened.port is None
 
     uvloop.run(scenario())

@@ -76,6 +76,7 @@ def test_the_command_for_the_other_side_survives_a_shell() -> None:
     [
         (["--streams", "0"], "streams 0 are outside 1 to 16"),
         (["--streams", "x"], "`x` is no list of numbers"),
+        (["--streams", "inf"], "`inf` is no list of numbers"),
         (["--record-kib", "1"], "record bytes 1024 are outside"),
         (["--page-kib", "999999"], "page bytes"),
         (["--codec", "zip"], "codec `zip` is none of"),

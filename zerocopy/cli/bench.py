@@ -48,7 +48,7 @@ run it with --listen on one, and what that prints on the other.
 def _numbers(text: str, unit: int = 1) -> list[int]:
     try:
         numbers = [int(float(part) * unit) for part in text.split(",")]
-    except ValueError:
+    except (ValueError, OverflowError):  # the latter of `inf`
         numbers = []
     if not numbers or min(numbers) < 0:
         raise CliError(f"`{text}` is no list of numbers such as 1,2,4", ExitCode.USAGE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import itertools
 import mmap
 import secrets
 import shutil
@@ -30,6 +31,7 @@ MAX_PAGE_BYTES: Final = ARENA_BYTES // 4
 MAX_SLOTS: Final = 64
 PLAIN_BLOCK: Final = 1 << 20
 TOKEN_BYTES: Final = 16
+MAX_S: Final = 600.0  # of one measurement
 ACCEPT_S: Final = 5.0  # for a ceiling's connection to come
 ANSWER_S: Final = 30.0
 _HEADER: Final = b"bench page"
@@ -59,6 +61,7 @@ class Usage(msgspec.Struct, frozen=True, tag=True):
 
 class OpenCeiling(msgspec.Struct, frozen=True, tag=True):
     kind: Literal["plaintext", "iperf3"]
+    seconds: Annotated[float, Meta(ge=0, le=MAX_S)]
 
 
 class CeilingOpen(msgspec.Struct, frozen=True, tag=True):
@@ -119,7 +122,7 @@ class LandingEnd:
         self._arena = arena()
         self._free: list[memoryview] = []
         self._page_bytes = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Link] = {}  # ceilings, and for whom
 
     def link_opened(self, link: Link) -> PageSink:
         self._opened(link.peer)
@@ -137,15 +140,17 @@ class LandingEnd:
                 _say(link, Ready(len(self._free)))
             case Ask(number):
                 _say(link, Usage(number, cpu_s()))
-            case OpenCeiling(kind):
-                work = self._plaintext(link) if kind == "plaintext" else self._iperf3(link)
+            case OpenCeiling(kind, seconds):
+                work = self._plaintext(link) if kind == "plaintext" else self._iperf3(link, seconds)
                 task = asyncio.get_running_loop().create_task(work)
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._tasks[task] = link
+                task.add_done_callback(self._tasks.pop)
 
     def link_closed(self, link: Link, reason: str) -> None:
-        for task in self._tasks:
-            task.cancel()
+        """Its own ceiling ends; the next measurement's link may have one already."""
+        for task, asker in self._tasks.items():
+            if asker is link:
+                task.cancel()
 
     def _prepare(self, page_bytes: int) -> None:
         slots = min(MAX_SLOTS, ARENA_BYTES // page_bytes)
@@ -162,7 +167,7 @@ class LandingEnd:
         with contextlib.suppress(LinkError):
             _say(link, Received(nbytes))
 
-    async def _iperf3(self, link: Link) -> None:
+    async def _iperf3(self, link: Link, seconds: float) -> None:
         if shutil.which("iperf3") is None:
             _say(link, CeilingOpen(None))
             return
@@ -175,7 +180,7 @@ class LandingEnd:
         try:
             await _listening(server, self._host, port)
             _say(link, CeilingOpen(port))
-            await asyncio.wait_for(server.wait(), ANSWER_S)
+            await asyncio.wait_for(server.wait(), seconds + ANSWER_S)
         except (TimeoutError, LinkError):
             return
         finally:
@@ -232,6 +237,7 @@ class SendingEnd:
         self._memory = memory
         self._answers: asyncio.Queue[Message | None] = asyncio.Queue()
         self._asked: dict[int, asyncio.Future[Usage]] = {}
+        self._numbers = itertools.count()
         self._closed = ""
 
     def link_opened(self, link: Link) -> PageSink:
@@ -253,7 +259,10 @@ class SendingEnd:
         self._closed = reason
         self._answers.put_nowait(None)
         for waiting in self._asked.values():
-            waiting.cancel()
+            if not waiting.done():
+                waiting.set_exception(
+                    LinkError("bench", f"the link to {link.peer} ended during a measurement: {reason}")
+                )
 
     async def ask(self, link: Link, message: Message, kind: type[Any]) -> Any:
         """Send and await the answer of that kind. Raises LinkError if the link closes, or nothing comes."""
@@ -270,10 +279,11 @@ class SendingEnd:
         return answer
 
     async def usage(self, link: Link) -> tuple[Usage, float]:
-        """The other end's processor time, and the round trip in seconds."""
-        number, began = len(self._asked) + secrets.randbits(48), time.monotonic()
-        waiting = self._asked[number] = asyncio.get_running_loop().create_future()
+        """The other end's processor time, and the round trip in seconds. Raises LinkError if the link ends."""
+        number, began = next(self._numbers), time.monotonic()
+        waiting = asyncio.get_running_loop().create_future()
         _say(link, Ask(number))
+        self._asked[number] = waiting
         usage = await waiting
         return usage, time.monotonic() - began
 

@@ -30,7 +30,7 @@ import uvloop
 from transport.address import Address, parse
 from transport.frames import MAX_RECORD, MIN_RECORD
 from transport.keys import KeyStore
-from transport.link import Endpoint, Link, LinkOwner
+from transport.link import Endpoint, Link, LinkError, LinkOwner
 from transport.quic_choice import INSTALL, BothEndpoints, built
 from transport.tcp import DEFAULT_RECORD_BYTES, TcpEndpoint, stream_count
 from transport.tcp_link import MAX_STREAMS, TcpLink
@@ -285,9 +285,8 @@ async def _sample(target: Target, memory: memoryview, setting: Setting, seconds:
         await end.load(link, load, ready.slots, WARM_UP * seconds, bps)
         before = cpu_s() + (await end.usage(link))[0].cpu_s
         loaded: list[float] = []
-        asking = asyncio.create_task(_keep_asking(end, link, loaded))
-        done = await end.load(link, load, ready.slots, seconds, bps)
-        asking.cancel()
+        async with _asking(end, link, loaded):
+            done = await end.load(link, load, ready.slots, seconds, bps)
         after = cpu_s() + (await end.usage(link))[0].cpu_s
         infos = link.tcp_info() if isinstance(link, TcpLink) else []
         return Sample(
@@ -301,16 +300,29 @@ async def _sample(target: Target, memory: memoryview, setting: Setting, seconds:
         )
 
 
-async def _keep_asking(end: SendingEnd, link: Link, into: list[float]) -> None:
-    while True:
-        await asyncio.sleep(ASK_EVERY_S)
-        into.append((await end.usage(link))[1])
+@contextlib.asynccontextmanager
+async def _asking(end: SendingEnd, link: Link, into: list[float]) -> AsyncIterator[None]:
+    """Round trips of control messages all the while; that the link ended is the block's to say."""
+
+    async def keep() -> None:
+        while True:
+            await asyncio.sleep(ASK_EVERY_S)
+            into.append((await end.usage(link))[1])
+
+    task = asyncio.create_task(keep())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        with contextlib.suppress(asyncio.CancelledError, LinkError):
+            task.result()
 
 
 async def _plaintext(target: Target, memory: memoryview, seconds: float) -> dict[str, float]:
     """One plain TCP stream; nothing if its port cannot be reached."""
     async with _connected(target, memory) as (end, link):
-        opened: CeilingOpen = await end.ask(link, OpenCeiling("plaintext"), CeilingOpen)
+        opened: CeilingOpen = await end.ask(link, OpenCeiling("plaintext", seconds), CeilingOpen)
         if opened.port is None:
             return {}
         try:
@@ -318,6 +330,8 @@ async def _plaintext(target: Target, memory: memoryview, seconds: float) -> dict
         except OSError:
             return {}
         received: Received = await end.answer(Received)
+        if not received.nbytes:  # what came to that port was not ours
+            return {}
         return {PLAINTEXT: gbps(received.nbytes, time.monotonic() - began)}
 
 
@@ -327,7 +341,7 @@ async def _iperf3(target: Target, memory: memoryview, seconds: float) -> dict[st
         return {}
     for attempt in range(1, ATTEMPTS + 1):
         async with _connected(target, memory) as (end, link):
-            opened: CeilingOpen = await end.ask(link, OpenCeiling("iperf3"), CeilingOpen)
+            opened: CeilingOpen = await end.ask(link, OpenCeiling("iperf3", seconds), CeilingOpen)
             if opened.port is None:
                 return {}
             command = ["iperf3", "-c", target.host, "-p", str(opened.port), "-P1", "-t", str(max(1, round(seconds)))]
