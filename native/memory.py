@@ -15,6 +15,7 @@ import os
 import secrets
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -55,11 +56,11 @@ def _left(group: Path) -> int:
 def create_memory(label: str, nbytes: int) -> int:
     """A descriptor of `nbytes` zero bytes of shared memory, close-on-exec; `label` is for people reading /proc."""
     if sys.platform == "linux":
-        fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, nbytes)
-        # A peer that shrinks the file would make the other side die of SIGBUS.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        return fd
+        with closed_if_raises(os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)) as fd:
+            os.ftruncate(fd, nbytes)
+            # A peer that shrinks the file would make the other side die of SIGBUS.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            return fd
     return create_posix_memory(nbytes)
 
 
@@ -67,10 +68,20 @@ def create_posix_memory(nbytes: int) -> int:
     """The same from POSIX shared memory, for systems without memfd."""
     shm = importlib.import_module("_posixshmem")  # what multiprocessing.shared_memory uses; absent on Windows only
     name = f"/zc-{secrets.token_hex(8)}"  # macOS allows 31 characters
-    fd = int(shm.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600))
-    shm.shm_unlink(name)
-    os.ftruncate(fd, nbytes)
-    return fd
+    with closed_if_raises(int(shm.shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600))) as fd:
+        shm.shm_unlink(name)
+        os.ftruncate(fd, nbytes)
+        return fd
+
+
+@contextlib.contextmanager
+def closed_if_raises(fd: int) -> Iterator[int]:
+    """For what is opened one after another: of a few descriptors none is left."""
+    try:
+        yield fd
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def create_bell() -> int:

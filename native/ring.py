@@ -23,7 +23,7 @@ import threading
 from typing import Any, Final, Literal, NamedTuple
 
 from native._ring import ffi, lib
-from native.memory import Mapping, NativeError, create_bell, create_memory, whole_pages
+from native.memory import Mapping, NativeError, closed_if_raises, create_bell, create_memory, whole_pages
 
 Side = Literal["producer", "consumer"]
 _SIDES: Final[dict[str, int]] = {"producer": lib.RING_PRODUCER, "consumer": lib.RING_CONSUMER}
@@ -125,8 +125,10 @@ class Ring:
     def create(cls, capacity: int, label: str) -> Ring:
         """A new ring of at least `capacity` bytes, rounded up to whole pages."""
         capacity = whole_pages(capacity)
-        memory_fd = create_memory(label, lib.RING_DATA + capacity)
-        return cls(RingHandle(memory_fd, create_bell(), create_bell(), capacity), fresh=True)
+        memory = create_memory(label, lib.RING_DATA + capacity)
+        with closed_if_raises(memory) as memory_fd, closed_if_raises(create_bell()) as data_fd:
+            space_fd = create_bell()
+        return cls(RingHandle(memory_fd, data_fd, space_fd, capacity), fresh=True)
 
     @classmethod
     def attach(cls, handle: RingHandle) -> Ring:

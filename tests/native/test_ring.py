@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from native.memory import NativeError
+from native.memory import NativeError, create_memory
 from native.ring import Record, Ring, RingHandle, Slot
 from tests.native.conftest import open_descriptors
 
@@ -459,3 +460,33 @@ def test_garbage_from_a_mad_producer_is_an_error_and_recoverable(pair: Pair) -> 
     consumer.recycle()
     push(producer, b"y")
     assert drain(consumer) == [b"y"]
+
+
+@pytest.mark.parametrize("left", [1, 2])
+def test_a_ring_that_runs_out_of_descriptors_half_way_keeps_none(left: int) -> None:
+    """A ring is three; a host at its limit lost one or two at each attempt."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.dup(0)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/dev/fd"))) + 4, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        for _ in range(left):
+            os.close(taken.pop())
+        for _ in range(2):
+            with pytest.raises(OSError, match="Too many open files"):
+                Ring.create(1 << 20, "test")
+        taken += [os.dup(0) for _ in range(left)]  # as many as before
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
+
+
+def test_memory_that_cannot_be_as_large_keeps_no_descriptor() -> None:
+    before = len(os.listdir("/dev/fd"))
+    for _ in range(3):
+        with pytest.raises((OSError, OverflowError)):
+            create_memory("test", 1 << 63)
+    assert len(os.listdir("/dev/fd")) == before
