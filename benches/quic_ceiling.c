@@ -318,6 +318,7 @@ int main(int argc, char **argv) {
   run(&server, argv[1], argv[4], NULL, until);
   kill(child, SIGTERM);
   waitpid(child, NULL, 0);
+  if (server.counted == 0) die("nothing arrived");
   double seconds = (double)(server.ended - server.began) / 1e9;
   double gib = (double)server.moved / (1 << 30);
   printf("%.3f %.3f\n", (double)server.counted * 8 / seconds / 1e9, (cpu(RUSAGE_SELF) + cpu(RUSAGE_CHILDREN)) / gib);

@@ -2,7 +2,8 @@
 
 A script is started as `SCRIPT MIB BLOCK_KIB`, starts its own receiving process, moves MIB from `MEMORY` bytes here to
 as many there in blocks, and prints Gb/s and CPU-seconds per GiB of both processes. Standard library only: it runs in
-the peers' own environments. What the receiver has is compared once by checksum; a wrong one is no result.
+the peers' own environments. What the receiver has is compared once by checksum; a wrong one is no result. Every block
+is another one each time it is moved, or the warm-up's bytes would stand for those of a measurement that moved none.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, Final, NoReturn
 
 MEMORY: Final = 256 << 20  # each side: more than any cache holds, as a KV cache is
 GIB: Final = 1 << 30
+STAMP: Final = 8  # bytes at the beginning of a block
 Once = Callable[[], None]  # moves MEMORY bytes and returns when the other side has them
 
 
@@ -89,8 +91,11 @@ def run(
     once = prepare(receiver.setup, source, block)
     once()  # warm-up: connections, page tables, windows
     times = max(1, total // MEMORY)
+    stamps = [source[start : start + STAMP] for start in range(0, len(source), block)]
     cpu, began = cpu_s() + receiver.ask("cpu"), time.perf_counter()
-    for _ in range(times):
+    for turn in range(times):
+        for stamp in stamps:
+            stamp[:] = turn.to_bytes(STAMP, "little")
         once()
     elapsed, cpu = time.perf_counter() - began, cpu_s() + receiver.ask("cpu") - cpu
     if receiver.ask("checksum") != zlib.crc32(source):

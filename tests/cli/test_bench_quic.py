@@ -65,6 +65,14 @@ def test_the_bare_engine_is_built_and_measured_here(tmp_path: Path) -> None:
     assert references.measure(0.2)[bare_engine(1452)] > 0
 
 
+def test_what_fails_is_absent_with_the_reason(tmp_path: Path) -> None:
+    """Its traceback ended the whole bench."""
+    references = References(tmp_path, tmp_path / "no-identity.pem", [1452])
+    references.absent[AIOQUIC] = "not wanted in a test: it would be installed"
+    assert references.measure(0.2) == {}
+    assert references.absent[bare_engine(1452)].startswith("status ")
+
+
 def test_what_cannot_be_built_is_absent_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     references = References(tmp_path, tmp_path / "identity.pem", [1452])

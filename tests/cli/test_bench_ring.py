@@ -34,6 +34,13 @@ def test_the_command_prints_one_object_or_one_table(
     assert "doorbell" in capsys.readouterr().out
 
 
+def test_claims_that_a_full_ring_refuses_are_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal costs less than a claim: the figure was better."""
+    monkeypatch.setattr(bench_ring, "RING_BYTES", 64 << 10)
+    with pytest.raises(CliError, match=r"holds \d+ bytes of a batch, not 128000"):
+        bench_ring.measure(batches=2, wake_ups=1)
+
+
 def test_a_doorbell_that_does_not_ring_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_ring, "WAKE_UP_S", 0.2)
 

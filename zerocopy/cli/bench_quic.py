@@ -42,8 +42,8 @@ class References:
         """Gb/s of each that is there, once."""
         rates = {}
         for datagram in self._datagrams:
-            if bare_engine(datagram) not in self.absent:
-                rates[bare_engine(datagram)] = self._bare(datagram, seconds)
+            if bare_engine(datagram) not in self.absent and (rate := self._bare(datagram, seconds)) is not None:
+                rates[bare_engine(datagram)] = rate
         if AIOQUIC not in self.absent and (rate := self._aioquic()) is not None:
             rates[AIOQUIC] = rate
         return rates
@@ -65,16 +65,21 @@ class References:
             return f"{command[0]}: {error.strerror or error}"
         return f"{command[0]} failed: {_last_line(done.stderr)}" if done.returncode else ""
 
-    def _bare(self, datagram: int, seconds: float) -> float:
+    def _bare(self, datagram: int, seconds: float) -> float | None:
         command = [str(self._program), str(self._identity), str(seconds), str(datagram), "bbr"]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=SAMPLE_S)
+        done = self._run(command, bare_engine(datagram), seconds + SAMPLE_S)
+        if done is None:
+            return None
+        if done.returncode:
+            self.absent[bare_engine(datagram)] = f"status {done.returncode}: {_last_line(done.stderr)}"
+            return None
         return float(done.stdout.split()[0])
 
     def _aioquic(self) -> float | None:
         command = [sys.executable, "-m", "benches.peers", "--only", AIOQUIC, "--rounds", "1", "--mib", "256", "--json"]
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=SAMPLE_S, env=self._environment
-        )
+        done = self._run(command, AIOQUIC, SAMPLE_S)
+        if done is None:
+            return None
         try:
             report = json.loads(done.stdout)
             if report["rows"]:
@@ -83,6 +88,16 @@ class References:
         except (ValueError, LookupError):
             self.absent[AIOQUIC] = _last_line(done.stderr)
         return None
+
+    def _run(self, command: Sequence[str], name: str, timeout_s: float) -> subprocess.CompletedProcess[str] | None:
+        """None, and the reason in `absent`, if it had no end in time."""
+        try:
+            return subprocess.run(
+                command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, env=self._environment
+            )
+        except subprocess.TimeoutExpired:
+            self.absent[name] = f"no result within {timeout_s:g} s"
+            return None
 
 
 def _last_line(text: str) -> str:
