@@ -217,6 +217,20 @@ def test_text_that_cannot_fit_is_refused_before_the_engine_spends_time_on_it() -
     run(scenario())
 
 
+@pytest.mark.parametrize("literal", [((0, 4),), ((2, 1),), ((0, 2), (1, 3)), ((2, 3), (0, 1))])
+def test_literal_parts_that_are_none_of_the_prompt_are_refused(literal: tuple[tuple[int, int], ...]) -> None:
+    """They come from a peer: many that overlap would have the tokenizer read the text as often."""
+
+    async def scenario() -> None:
+        async with host() as one:
+            request = GenerationRequest(prompt="abc", max_tokens=1, parse_special=True, literal=literal)
+            error = await refusal(background(gather(one.generate(request))))
+            assert (error.reason, error.status) == ("bad-request", 400)
+            assert not one.worker.sent
+
+    run(scenario())
+
+
 def test_text_that_reads_like_more_control_tokens_than_fit_is_the_clients_fault() -> None:
     """Each costs a call of the tokenizer."""
 
@@ -433,7 +447,8 @@ def test_without_a_prefiller_a_request_that_may_not_fall_back_is_refused() -> No
             error = await refusal(background(gather(one.generate(DENIED))))
             assert (error.reason, error.status) == ("no-prefiller", 503)
             short = msgspec.structs.replace(DENIED, prompt=[5])
-            assert (await refusal(background(gather(one.generate(short))))).reason == "prompt-too-short"
+            error = await refusal(background(gather(one.generate(short))))
+            assert (error.reason, error.status) == ("prompt-too-short", 400)  # to ask again would not help
             assert one.metric("zc_fallbacks_total", reason="no-prefiller") == 0
 
     run(scenario())

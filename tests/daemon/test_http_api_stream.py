@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import uvloop
+from aiohttp import web
 
 from tests.daemon.front_door import (
     CHAT,
@@ -16,11 +19,13 @@ from tests.daemon.front_door import (
     HELLO,
     STARTED,
     USAGE,
+    Door,
     ScriptedService,
     failure,
     open_door,
     run,
 )
+from zerocopy.config import DaemonConfig
 from zerocopy.daemon import http_api
 from zerocopy.daemon.requests import Delta, Event, Finished
 from zerocopy.worker.sampling import TokenLogprob
@@ -219,6 +224,30 @@ def test_a_client_that_stops_reading_does_not_hold_its_request_for_ever(monkeypa
             writer.transport.abort()
 
     run(check())
+
+
+def test_a_client_that_is_gone_when_its_stream_fails_is_no_bug(caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        transports = list[asyncio.Transport]()
+
+        async def remember(request: web.Request, response: web.StreamResponse) -> None:
+            assert request.transport is not None
+            transports.append(request.transport)
+
+        async def leave() -> None:
+            transports[0].abort()  # in the tick in which the stream fails, before its task is cancelled
+
+        service = ScriptedService([STARTED, Delta("Hel", 1), leave, failure()])
+        app = http_api.make_app(service, DaemonConfig(model=Path("tiny.gguf")))
+        app.on_response_prepare.append(remember)
+        runner, address = await http_api.start(app, "127.0.0.1:0")
+        async with aiohttp.ClientSession() as client:
+            with pytest.raises(aiohttp.ClientError):
+                await Door(service, address, client).post(STREAM)
+        await runner.cleanup()
+
+    run(check())
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_a_server_that_stops_ends_its_streams() -> None:

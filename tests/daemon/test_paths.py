@@ -311,6 +311,9 @@ def test_loopback_advertised_to_a_remote_peer_is_refused_and_logged_once(
     assert caplog.text.count("useless address advertised") == 1
     addresses = [path["address"] for path in peer.paths.describe()["paths"]]  # type: ignore[attr-defined]
     assert addresses == ["192.0.2.1:7600", "192.0.2.2:7600"]
+    for port in range(1, 1000):
+        peer.paths.heard((f"127.0.0.1:{port}",))
+    assert len(peer.paths._warned) == 1  # not one for each that a peer thinks of
 
 
 # -- what is told and what is believed -------------------------------------------------------------------------------

@@ -174,6 +174,8 @@ class Generation:
             self.peers.prefillers(facts.identity),
             allow_fallback=self.fallback_allowed(request),
         )
+        if decision.refused and decision.obstacle == "prompt-too-short":  # at any time and on any host
+            raise RequestError(decision.obstacle, f"{decision.refused}: allow the fallback", 400)
         if decision.refused:
             raise RequestError(decision.obstacle or "no-prefiller", decision.refused, 503)
         if decision.obstacle:
@@ -426,11 +428,14 @@ def handoff_figures(trace: Trace) -> dict[str, object]:
 
 def _check_text(request: GenerationRequest, text: str, facts: EngineFacts) -> None:
     """What cannot fit, however it is cut into tokens, is not worth the tokenizer's time: 15 MB took the engine 24 s, in
-    which nobody else had a token. Each literal is a token at least, and a call."""
+    which nobody else had a token. Each literal is a token at least, and a call. A peer's may be wrong."""
     if (size := len(text.encode())) > facts.n_ctx * facts.longest_token:
         least = -(-size // facts.longest_token)
         sentence = f"the prompt of {size} bytes is {least} tokens or more, this host has context for {facts.n_ctx}"
         raise RequestError("context-length", f"{sentence}: shorten the prompt", 400)
+    edges = [0, *itertools.chain.from_iterable(request.literal), len(text)]
+    if edges != sorted(edges):
+        raise RequestError("bad-request", "the literal parts of the prompt are not in order, or not in it", 400)
     if len(request.literal) >= facts.n_ctx:
         sentence = f"the prompt holds {len(request.literal)} control tokens written as text, this host has context for"
         raise RequestError("context-length", f"{sentence} {facts.n_ctx} tokens: shorten the prompt", 400)

@@ -321,13 +321,19 @@ async def _stream(
         await response.prepare(request)
         await _relay(response, answer, events, choices, with_usage)
     except RequestError as error:
-        await _send(response, schema.error_body(error))
+        await _send_last(response, error)
     except ConnectionError:
         pass  # the client is gone: nobody is left to tell, and leaving closes the iterator
     except Exception:
         logging.getLogger(__name__).exception("stream failed by a bug")
-        await _send(response, schema.error_body(_bug()))
+        await _send_last(response, _bug())
     return response
+
+
+async def _send_last(response: web.StreamResponse, error: RequestError) -> None:
+    """Why the stream ends, unless the client is gone."""
+    with contextlib.suppress(ConnectionError):
+        await _send(response, schema.error_body(error))
 
 
 async def _relay(

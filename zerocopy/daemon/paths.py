@@ -66,7 +66,7 @@ class PeerPaths:
         good, refused = believed(told, self._configured)
         for why in set(refused) - self._warned:
             log_event("useless address advertised", level=logging.WARNING, peer=self._peer, detail=why)
-        self._warned |= set(refused)  # bounded: HELLO's addresses are, and a peer has one set of them
+        self._warned = set(refused)  # of the latest HELLO only: a peer may say another each time
         good = over_same(good, self._configured)
         known = {path.address for path in self.table.all()}
         self.table.offer([*self._configured, *good])
