@@ -118,13 +118,22 @@ static void credit(quic_link *link, const quic_page_in *page, uint64_t size) {
   ngtcp2_conn_extend_max_offset(link->conn, size);
 }
 
+/* State does not stay behind in memory that is given back. Compilers leave out what is written before a free. */
+static void free_held(quic_page_in *page) {
+  if (page->held == NULL) return;
+  memset(page->held, 0, page->got);
+  __asm__ volatile("" : : "r"(page->held) : "memory");
+  free(page->held);
+  page->held = NULL;
+}
+
 /* A page that had its turn and whose stream is closed makes room for one more stream. */
 static void forget(quic_link *link, quic_page_in *page) {
   quic_page_in **at = &link->pages_in;
   while (*at != page) at = &(*at)->next;
   *at = page->next;
   link->answers -= page->answer;
-  free(page->held);
+  free_held(page);
   free(page);
   ngtcp2_conn_extend_max_streams_bidi(link->conn, 1);
 }
@@ -134,8 +143,7 @@ static void give_up(quic_link *link, quic_page_in *page) {
   if (page->state == QUIC_PAGE_LANDING) events->lost(events->user, link->id, ordinal(page->stream), page->got);
   if (page->held != NULL) {
     credit(link, page, page->got);
-    free(page->held);
-    page->held = NULL;
+    free_held(page);
   }
   page->state = QUIC_PAGE_GONE;
   page->refuse = link->refusals = true;
@@ -163,8 +171,7 @@ static int claim(quic_link *link, quic_page_in *page) {
   if (page->held != NULL) {
     memcpy(page->landing, page->held, page->got);
     credit(link, page, page->got);
-    free(page->held);
-    page->held = NULL;
+    free_held(page);
   }
   return land(link, page);
 }
@@ -190,8 +197,10 @@ int quic_pages_claim(quic_link *link) {
 static int hold(quic_link *link, quic_page_in *page, const uint8_t *data, size_t size) {
   if (page->got + size > page->held_room) {
     size_t room = 2 * (page->got + size);
-    uint8_t *grown = realloc(page->held, room);
+    uint8_t *grown = malloc(room);
     if (grown == NULL) return broken(link, "memory");
+    if (page->held != NULL) memcpy(grown, page->held, page->got);
+    free_held(page);
     page->held = grown;
     page->held_room = room;
   }
@@ -326,7 +335,7 @@ void quic_pages_end(quic_link *link) {
     quic_page_in *page = link->pages_in;
     link->pages_in = page->next;
     if (page->state == QUIC_PAGE_LANDING) events->lost(events->user, link->id, ordinal(page->stream), page->got);
-    free(page->held);
+    free_held(page);
     free(page);
   }
   while (link->unacked.first != NULL) quic_page_settle(link, &link->unacked, link->unacked.first, QUIC_FAILED);

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import secrets
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.process_memory import occurrences, readable
 from tests.runtime.conftest import OpenRuntime
 from tests.runtime.handover import KEY, State, bits, export_state, import_state, page_room, prefill, prompt, room, same
 from zerocopy.handoff.components import Component
@@ -327,7 +327,7 @@ def test_clear_leaves_nothing_behind(family: str, open_runtime: OpenRuntime) -> 
         lane.evaluate(1, N + 1)
 
 
-@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs /proc to read this process's memory")
+@readable
 @pytest.mark.parametrize("family", ["llama", "mamba2", FULL])
 def test_clear_wipes_the_state_from_memory(family: str, open_runtime: OpenRuntime) -> None:
     """X6, by looking: rows of a marker are imported, found all over the process, and gone after `clear`."""
@@ -352,26 +352,13 @@ def test_clear_wipes_the_state_from_memory(family: str, open_runtime: OpenRuntim
     for part in (*(page for _, _, page in state.pages), state.snapshot, state.hidden):
         if part is not None:
             part[:] = bytes(len(part))
-    assert _occurrences(marker * 2) > 90
+    assert occurrences(marker * 2) > 90
     decoder.clear()
-    assert _occurrences(marker * 2) < 9  # this test's own copies of it
+    assert occurrences(marker * 2) < 9  # this test's own copies of it
 
 
 def _fill(view: memoryview, marker: bytes) -> None:
     np.frombuffer(view, dtype=f"V{len(marker)}")[:] = np.void(marker)  # without a temporary full of it
-
-
-def _occurrences(needle: bytes) -> int:
-    """In all writable memory of this process, at steps of the needle's length."""
-    found = 0
-    with Path("/proc/self/maps").open() as maps, Path("/proc/self/mem").open("rb", buffering=0) as memory:
-        for line in maps:
-            span, access = line.split()[:2]
-            start, end = (int(x, 16) for x in span.split("-"))
-            if access.startswith("rw") and "[v" not in line:
-                memory.seek(start)
-                found += (memory.read(end - start) or b"").count(needle)
-    return found
 
 
 def test_digests_depend_on_the_key_and_cover_every_component(runtime: LlamaRuntime, source: LlamaLane) -> None:

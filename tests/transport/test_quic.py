@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("native._quic", reason="ngtcp2 is not installed")
 
-from transport.quic_engine import MAX_PAGES
+from tests.process_memory import occurrences, readable
+from transport.quic_engine import MAX_PAGES, Engine
 
 from .conftest import Run
 from .hosts import QUICK, linked, pattern
@@ -25,6 +27,30 @@ def test_more_pages_than_streams_are_allowed_at_once_all_arrive_in_order(run: Ru
             await asyncio.gather(*(link.send_page(header, page[:500]) for header in headers))
             await b.until(lambda: len(b.landings.published) == len(headers))
             assert b.landings.claimed == headers
+
+    run(work())
+
+
+@readable
+def test_pages_that_never_had_their_turn_are_wiped(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X6, by looking: what had come of them stayed in the heap of a host whose link ended, or whose page grew."""
+    marker = secrets.token_bytes(32)
+
+    async def work() -> None:
+        monkeypatch.setattr(Engine, "accept_pages", lambda engine, link: None)
+        async with linked(tmp_path, "quic") as (_, b, link):
+            page = pattern(MIB)
+            for start in range(0, len(page), len(marker)):
+                page[start : start + len(marker)] = marker
+            sent = [link.send_page(b"%d" % i, page[: (i + 1) << 16]) for i in range(8)]
+            bytes_sent = sum((i + 1) << 16 for i in range(8)) + len(page)
+            while occurrences(marker * 2) < 0.9 * bytes_sent // 64:
+                await asyncio.sleep(0.05)
+            link.close("enough")
+            await asyncio.wait(sent)
+            await b.until(lambda: bool(b.closed))
+            page[:] = bytes(len(page))
+            assert occurrences(marker * 2) < 0.01 * bytes_sent // 64  # a datagram or two in the TLS library's hands
 
     run(work())
 
