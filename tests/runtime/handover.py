@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,3 +96,27 @@ def same(a: list[Rows], b: list[Rows]) -> bool:
         len(x) == len(y) and all(np.array_equal(p, q) for p, q in zip(x, y, strict=True))
         for x, y in zip(a, b, strict=True)
     )
+
+
+class Refusing:
+    """The engine's library, but for one function whose call after so many is answered with `value`: what it says of a
+    failure. `half`: it does its work all the same."""
+
+    def __init__(self, library: Any, name: str, *, after: int = 0, value: object = 0, half: bool = False) -> None:
+        self._library = library
+        self._name = name
+        self._after = after
+        self._value = value
+        self._half = half
+        self.calls = Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._library, name)
+
+        def call(*args: Any) -> Any:
+            self.calls[name] += 1
+            fails = name == self._name and self.calls[name] == self._after + 1
+            done = real(*args) if self._half or not fails else None
+            return self._value if fails else done
+
+        return call

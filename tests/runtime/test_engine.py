@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from copy import copy
 from pathlib import Path
 
 import gguf
@@ -11,13 +12,15 @@ import msgspec
 import pytest
 
 from tests.runtime.conftest import TINY, ModelFile, OpenRuntime
-from tests.runtime.handover import prefill, prompt
+from tests.runtime.handover import Refusing, prefill, prompt
 from zerocopy.handoff.components import Component, Identity
 from zerocopy.runtime import models
 from zerocopy.runtime.base import EngineError, EngineFacts
+from zerocopy.runtime.gguf_header import read_header
 from zerocopy.runtime.llama import calibrate
+from zerocopy.runtime.llama.context import Context
 from zerocopy.runtime.llama.engine import LlamaOptions, LlamaRuntime
-from zerocopy.runtime.llama.family import LAYOUTS
+from zerocopy.runtime.llama.family import LAYOUTS, family_of
 
 
 def changed(**fields: object) -> LlamaOptions:
@@ -218,6 +221,27 @@ def test_a_model_that_is_not_what_its_family_is_certified_as_is_refused(
     with pytest.raises(EngineError) as error:
         open_runtime("qwen35+mtp")
     assert error.value.reason == "blob"
+
+
+def test_a_head_without_a_context_leaves_none_of_its_target(open_runtime: OpenRuntime, model_file: ModelFile) -> None:
+    """The target's context stayed behind, of a model that was freed."""
+    lane = open_runtime("qwen35+mtp")._lane_model
+    family = family_of(read_header(model_file("qwen35+mtp")), mtp=True)
+    library = copy(lane.library)
+    library.c = refusing = Refusing(library.c, "llama_init_from_model", after=1, value=library.ffi.NULL)
+    with pytest.raises(EngineError, match="cannot make a context"):
+        calibrate.measure(library, lane.handle, family, lane.options)
+    assert refusing.calls["llama_free"] == 1
+
+
+def test_a_backend_that_cannot_be_batch_invariant_is_refused_and_said(open_runtime: OpenRuntime) -> None:
+    """It was an AttributeError, and the context stayed."""
+    lane = open_runtime("llama")._lane_model
+    library = copy(lane.library)
+    library.c = refusing = Refusing(library.c, "ggml_backend_is_cpu", value=False)
+    with pytest.raises(EngineError, match="start without --batch-invariant") as error:
+        Context(library, lane.handle, msgspec.structs.replace(lane.options, batch_invariant=True))
+    assert error.value.reason == "batch-invariant" and refusing.calls["llama_free"] == 1
 
 
 def test_a_size_formula_the_engine_does_not_share_is_refused(

@@ -10,10 +10,23 @@ import pytest
 
 from tests.process_memory import occurrences, readable
 from tests.runtime.conftest import OpenRuntime
-from tests.runtime.handover import KEY, State, bits, export_state, import_state, page_room, prefill, prompt, room, same
+from tests.runtime.handover import (
+    KEY,
+    Refusing,
+    State,
+    bits,
+    export_state,
+    import_state,
+    page_room,
+    prefill,
+    prompt,
+    room,
+    same,
+)
 from zerocopy.handoff.components import Component
 from zerocopy.runtime import models
 from zerocopy.runtime.base import EngineCounters, EngineError, Positions
+from zerocopy.runtime.llama import lane as lane_module
 from zerocopy.runtime.llama.engine import LlamaRuntime
 from zerocopy.runtime.llama.lane import LlamaLane
 
@@ -355,6 +368,25 @@ def test_clear_wipes_the_state_from_memory(family: str, open_runtime: OpenRuntim
     assert occurrences(marker * 2) > 90
     decoder.clear()
     assert occurrences(marker * 2) < 9  # this test's own copies of it
+
+
+def test_state_that_was_being_digested_is_wiped_even_if_the_engine_fails(
+    open_runtime: OpenRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X6: pages before the one that failed, and a whole snapshot, stayed in the heap."""
+    runtime, rooms = open_runtime(FULL), list[memoryview]()
+    lane = runtime.open_lane()
+    prefill(lane, runtime.facts, prompt(runtime.facts, N))
+    made = lane_module._room
+    monkeypatch.setattr(lane_module, "_room", lambda size: rooms.append(made(size)) or rooms[-1])
+    exports = -(-N // 64)  # of attention KV; the snapshot's comes after those of the MTP head
+    target = lane._target._c
+    for after in range(exports + 1):
+        refusing = Refusing(target, "llama_state_seq_get_data_ext", after=after, half=True)
+        monkeypatch.setattr(lane._target, "_c", refusing)
+        with pytest.raises(EngineError, match="exported 0 bytes"):
+            lane.state_digests(KEY)
+        assert rooms and not any(any(view) for view in rooms)
 
 
 def _fill(view: memoryview, marker: bytes) -> None:

@@ -11,9 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.runtime.conftest import TINY, OpenRuntime
-from tests.runtime.handover import KEY, bits, export_state, greedy, import_state, prefill, prompt, same
+from tests.runtime.handover import KEY, Refusing, bits, export_state, greedy, import_state, prefill, prompt, same
 from zerocopy.runtime import models
 from zerocopy.runtime.base import EngineError, Row
+from zerocopy.runtime.llama import lane as lane_module
 from zerocopy.runtime.llama.context import FIRST_LIVE_SEQUENCE, PROBE_SEQUENCE, Run
 from zerocopy.runtime.llama.engine import LlamaOptions, LlamaRuntime
 from zerocopy.runtime.llama.lane import LlamaLane
@@ -154,6 +155,33 @@ def test_after_a_call_that_failed_the_others_go_on_in_token_order(family: str, o
         pool.evaluate([Row(pool.lane(2), [step], 300 + step)])
     prefill(lone, runtime.facts, prompt(runtime.facts, 300, seed=2) + list(range(40)))
     assert pool.lane(2).state_digests(KEY) == lone.state_digests(KEY)
+
+
+@pytest.mark.parametrize("function", ["llama_state_seq_get_data_ext", "llama_state_seq_set_data_ext"])
+@pytest.mark.parametrize("family", ["llama", "mamba2", "nemotron_h_moe+mtp"])
+def test_what_is_moved_to_other_cells_is_wiped_even_if_the_engine_does_not_take_it_back(
+    family: str, function: str, open_runtime: OpenRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X6. Nor is anything known then of a lane whose state is gone: it said that it could be exported."""
+    runtime = open_runtime(family, FOUR)
+    pool, rooms = runtime.open_pool(), list[memoryview]()
+    lanes = [filled(pool, runtime, n, 40) for n in range(2)]
+    room = lane_module._room
+    monkeypatch.setattr(lane_module, "_room", lambda size: rooms.append(room(size)) or rooms[-1])
+    refusing = Refusing(pool.target._c, function, after=1, half=True)
+    monkeypatch.setattr(pool.target, "_c", refusing)
+    with pytest.raises(EngineError, match=r"the engine (took 0|exported 0)"):
+        pool._close_up(lanes)
+    assert len(rooms) > 1 and not any(any(view) for view in rooms)
+    if "set" in function:
+        with pytest.raises(EngineError) as refused:
+            lanes[-1].check([1], 40)
+        assert refused.value.reason == "state-incomplete"
+    for lane in lanes:
+        lane.clear()
+    lone = runtime.open_pool()
+    expected = filled(lone, runtime, 0, 40).state_digests(KEY)
+    assert filled(pool, runtime, 0, 40).state_digests(KEY) == expected
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)

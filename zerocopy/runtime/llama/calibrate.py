@@ -73,9 +73,9 @@ def _discover(
     layout = family.layout
     geometries: dict[Component, Geometry] = {}
     specs: list[ComponentSpec] = []
-    target = Context(library, model, options)
-    follower = MtpFollower(library, model, options, target) if family.mtp else None
+    target, follower = Context(library, model, options), None
     try:
+        follower = MtpFollower(library, model, options, target) if family.mtp else None
         geometry = _geometry_of(target, follower, target, layout.kv_caches, layout.recurrent, layout.m_rope)
         if layout.kv_caches:
             geometries[Component.ATTENTION_KV] = geometry

@@ -67,12 +67,12 @@ class Context:
         self.handle = self._c.llama_init_from_model(model, _parameters(library, options, mtp))
         if self.handle == library.ffi.NULL:
             raise library.failure("engine-context", f"the engine cannot make a context of {options.cells} tokens")
-        if options.batch_invariant:
-            self._use_row_kernels()
         self._memory = self._c.llama_get_memory(self.handle)
         self._n_vocab = self._c.llama_vocab_n_tokens(self._c.llama_model_get_vocab(model))
         self._batch = self._c.llama_batch_init(options.batch_tokens, 0, 1)
         self._capacity = options.batch_tokens
+        if options.batch_invariant:
+            self._use_row_kernels()
         self._check_echo(options)
 
     def decode(self, runs: Sequence[Run]) -> None:
@@ -220,7 +220,11 @@ class Context:
             backend = self._c.ggml_backend_sched_get_backend(scheduler, number)
             if not self._c.ggml_backend_is_cpu(backend):
                 self.close()
-                raise EngineError("batch-invariant", "only the engine's CPU backend can be batch-invariant")
+                raise EngineError(
+                    "batch-invariant",
+                    f"backend {number} of the engine is not its CPU's, which alone can be batch-invariant: "
+                    "start without --batch-invariant",
+                )
             self._c.ggml_backend_cpu_set_use_ref(backend, True)
 
     def _check_echo(self, options: ContextOptions) -> None:

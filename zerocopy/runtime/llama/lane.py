@@ -61,11 +61,16 @@ class OwningPool(Protocol):
     def close(self) -> None: ...
 
 
-class Saved(msgspec.Struct, frozen=True):
-    """What the engine holds of one lane, in memory of ours."""
+class Saved(msgspec.Struct):
+    """What the engine holds of one lane, in memory of ours. Whoever made it wipes it, however putting it back ends."""
 
-    pages: list[tuple[Component, memoryview]]  # in token order
-    snapshot: memoryview | None
+    valid: dict[Component, int] = {}
+    pages: list[tuple[Component, memoryview]] = []  # in token order
+    snapshot: memoryview | None = None
+
+    def wipe(self) -> None:
+        for view in (*(page for _, page in self.pages), *([] if self.snapshot is None else [self.snapshot])):
+            _wipe(view)
 
 
 class LlamaLane:
@@ -113,8 +118,8 @@ class LlamaLane:
         self._mtp_logits = None
         return self.pool.evaluate([Row(self, tokens, start)])[0]
 
-    def begin_evaluation(self) -> None:
-        """The pool evaluates tokens that `check` has passed: until it is done, nothing is known."""
+    def suspend(self) -> None:
+        """The pool works on the state: until it is done, nothing is known."""
         self._valid = dict.fromkeys(self._valid, _UNKNOWN)
 
     def end_evaluation(self, tokens: int) -> None:
@@ -224,10 +229,10 @@ class LlamaLane:
             digests[Component.MTP_HIDDEN.label] = _digest(key, self._mtp.pending(self.sequence).data)
         return digests
 
-    def save(self) -> Saved:
+    def save(self, into: Saved) -> None:
         """What is valid of the lane's state, for `restore` once the engine's memory has been cleared. Needs as much
         memory as that. The pending hidden row is not the engine's and stays where it is."""
-        pages, snapshot = list[tuple[Component, memoryview]](), None
+        into.valid = self._valid
         for component in (Component.ATTENTION_KV, Component.MTP_KV):
             spec, valid = self._m.schema.spec(component), self._valid.get(component, 0)
             step = min(self._m.options.chunk_tokens, spec.max_page_tokens) if spec else 1
@@ -235,21 +240,19 @@ class LlamaLane:
                 assert spec is not None
                 tokens = (start, min(start + step, valid))
                 page = _room(spec.page_bytes((0, spec.layers), tokens))
+                into.pages.append((component, page))
                 self._context(component).export_range(self.sequence, tokens, page)
-                pages.append((component, page))
         if self._valid.get(Component.RECURRENT, 0) > 0:
-            snapshot = _room(self._m.schema.snapshot_bytes())
-            self._target.export_recurrent(self.sequence, snapshot)
-        return Saved(pages, snapshot)
+            into.snapshot = _room(self._m.schema.snapshot_bytes())
+            self._target.export_recurrent(self.sequence, into.snapshot)
 
     def restore(self, saved: Saved) -> None:
-        """Put it back and overwrite the copy."""
+        """Put it back."""
         for component, page in saved.pages:
             self._context(component).import_range(self.sequence, page)
-            np.frombuffer(page, np.uint8).fill(0)
         if saved.snapshot is not None:
             self._target.import_recurrent(self.sequence, saved.snapshot)
-            np.frombuffer(saved.snapshot, np.uint8).fill(0)
+        self._valid = saved.valid
 
     @property
     def cells(self) -> int:
@@ -301,23 +304,22 @@ class LlamaLane:
     def _paged_digest(self, spec: ComponentSpec, n_tokens: int, key: bytes) -> str:
         digest = hashlib.blake2b(key=key, digest_size=16)
         step = min(_DIGEST_TOKENS, spec.max_page_tokens)
-        for start in range(0, n_tokens, step):
-            tokens = (start, min(start + step, n_tokens))
-            scratch = memoryview(bytearray(spec.page_bytes((0, spec.layers), tokens)))
-            self.export_page(spec.component, tokens, scratch)
-            digest.update(scratch)
-            scratch[:] = bytes(len(scratch))
+        with _wiped(spec.page_bytes((0, spec.layers), (0, step))) as scratch:
+            for start in range(0, n_tokens, step):
+                tokens = (start, min(start + step, n_tokens))
+                page = scratch[: spec.page_bytes((0, spec.layers), tokens)]
+                self.export_page(spec.component, tokens, page)
+                digest.update(page)
         return digest.hexdigest()
 
     def _snapshot_digests(self, key: bytes) -> dict[str, str]:
-        schema = self._m.schema
-        scratch = memoryview(bytearray(schema.snapshot_bytes()))
-        self.export_snapshot(scratch)
-        digests = {}
-        for component in (Component.CONVOLUTION, Component.RECURRENT):
-            spec, start = self._spec(component), schema.slab_offset(component, 0)
-            digests[component.label] = _digest(key, scratch[start : start + spec.page_bytes((0, spec.layers), (0, 1))])
-        scratch[:] = bytes(len(scratch))
+        schema, digests = self._m.schema, {}
+        with _wiped(schema.snapshot_bytes()) as scratch:
+            self.export_snapshot(scratch)
+            for component in (Component.CONVOLUTION, Component.RECURRENT):
+                spec, start = self._spec(component), schema.slab_offset(component, 0)
+                size = spec.page_bytes((0, spec.layers), (0, 1))
+                digests[component.label] = _digest(key, scratch[start : start + size])
         return digests
 
     def _context(self, component: Component) -> Context:
@@ -363,6 +365,20 @@ class LlamaLane:
 def _room(size: int) -> memoryview:
     """Memory that is filled at once: numpy's comes in large pages, a bytearray's is touched twice in small ones."""
     return np.empty(size, np.uint8).data
+
+
+def _wipe(view: memoryview) -> None:
+    np.frombuffer(view, np.uint8).fill(0)
+
+
+@contextmanager
+def _wiped(size: int) -> Iterator[memoryview]:
+    """Room for state that is overwritten however its use ends."""
+    view = _room(size)
+    try:
+        yield view
+    finally:
+        _wipe(view)
 
 
 def _digest(key: bytes, data: memoryview) -> str:

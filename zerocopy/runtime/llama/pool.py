@@ -17,7 +17,7 @@ from zerocopy.handoff.components import Component
 from zerocopy.runtime.base import EngineCounters, EngineError, Output, Row
 from zerocopy.runtime.llama.ahead import AHEAD, END, CellsAhead
 from zerocopy.runtime.llama.context import FIRST_LIVE_SEQUENCE, Context, Run
-from zerocopy.runtime.llama.lane import LaneModel, LlamaLane
+from zerocopy.runtime.llama.lane import LaneModel, LlamaLane, Saved
 from zerocopy.runtime.llama.mtp import MtpFollower
 
 # Attention looks at every cell that was given out; fewer than these of ended sequences are not worth an engine call.
@@ -51,7 +51,7 @@ class LlamaPool:
         given = [Run(lane.sequence, row.tokens, row.start) for lane, row in zip(lanes, rows, strict=True)]
         order = self._place(given)
         for lane in lanes:
-            lane.begin_evaluation()
+            lane.suspend()
         runs = [given[n] for n in order]
         try:
             self.target.decode(runs)
@@ -115,16 +115,24 @@ class LlamaPool:
         return [lane for lane in self._lanes if lane.used]
 
     def _close_up(self, lanes: Sequence[LlamaLane]) -> None:
-        """Wipe every cell and put back what these lanes hold."""
-        saved = [lane.save() for lane in lanes]
-        self.target.clear()
-        if self.mtp:
-            self.mtp.clear()
-        self._ahead.clear()
-        self._taken = 0
-        for lane, state in zip(lanes, saved, strict=True):
-            lane.restore(state)
-            self._taken += lane.cells
+        """Wipe every cell and put back what these lanes hold; nothing is known of those for which that fails."""
+        saved = [Saved() for _ in lanes]
+        try:
+            for lane, state in zip(lanes, saved, strict=True):
+                lane.save(state)
+            for lane in lanes:
+                lane.suspend()
+            self.target.clear()
+            if self.mtp:
+                self.mtp.clear()
+            self._ahead.clear()
+            self._taken = self.model.options.cells  # if putting back fails, the next call wipes all
+            for lane, state in zip(lanes, saved, strict=True):
+                lane.restore(state)
+            self._taken = sum(lane.cells for lane in lanes)
+        finally:
+            for state in saved:
+                state.wipe()
 
     def reset_counters(self) -> None:
         self.target.reset_counters()
