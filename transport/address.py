@@ -10,11 +10,12 @@ import contextlib
 import ipaddress
 import socket
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from transport.link import LinkError
 
 SocketAddress = tuple[Any, ...]
+_MAX_SCOPE: Final = (1 << 32) - 1  # u32 of a struct sockaddr_in6
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,14 @@ def parse(text: str) -> Address:
             ipaddress.IPv6Address(host)
         except ValueError:
             ok = False
-    if not (ok and host and port.isascii() and port.isdigit() and int(port) <= 65535):
+    if not (ok and host and _number(port, 65535)):
         raise LinkError("bad-address", f"{text!r} is no address: write host:port or [ipv6]:port")
     return Address(host, int(port))
+
+
+def _number(text: str, most: int) -> bool:
+    """Plain digits of a number up to `most`; no more digits than `most` has, which Python would take its time for."""
+    return text.isascii() and text.isdigit() and len(text) <= len(str(most)) and int(text) <= most
 
 
 def from_socket(name: SocketAddress) -> Address:
@@ -73,8 +79,8 @@ def _scope(zone: str | None) -> int:
     if zone is None:
         return 0
     try:
-        return int(zone) if zone.isdigit() else socket.if_nametoindex(zone)
-    except OSError:
+        return int(zone) if _number(zone, _MAX_SCOPE) else socket.if_nametoindex(zone)
+    except (OSError, ValueError):  # the latter of a zero byte
         names = ", ".join(name for _, name in socket.if_nameindex())
         raise LinkError("unknown-host", f"there is no interface {zone}, only {names}: correct the zone") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,17 @@ def test_a_file_is_hashed_once(file: Path, cache: Path, monkeypatch: pytest.Monk
     calls = hashed(monkeypatch)
     assert file_sha256(file) == file_sha256(file) == hashlib.sha256(b"one").hexdigest()
     assert len(calls) == 1 and cache.exists()
+
+
+def test_a_cache_that_the_disk_does_not_take_leaves_nothing(file: Path, cache: Path) -> None:
+    """Each start left a piece of one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
+    try:
+        assert file_sha256(file) == hashlib.sha256(b"one").hexdigest()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(cache.parent.iterdir()) == []
 
 
 def test_a_changed_file_is_hashed_again(file: Path) -> None:

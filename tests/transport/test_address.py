@@ -30,7 +30,8 @@ def test_good_addresses_parse_and_print_as_written(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", ":", "host", "host:", ":80", "host:-1", "host:65536", "host:8o", "::1:80", "[::1]", "[::1]80", "[host]:80",
-     "[1.2.3.4]:80", "[::1]:80:80", "a:b:80", "host:٣", "[::1:80", "[fe80::%]:1"],
+     "[1.2.3.4]:80", "[::1]:80:80", "a:b:80", "host:٣", "[::1:80", "[fe80::%]:1",
+     "host:" + "9" * 5000],
 )  # fmt: skip
 def test_what_is_no_address_is_refused_and_quoted(text: str) -> None:
     with pytest.raises(LinkError, match="is no address") as caught:
@@ -46,6 +47,18 @@ def test_what_is_no_address_is_refused_and_quoted(text: str) -> None:
 def test_addresses_no_other_machine_can_use_are_not_advertised(text: str) -> None:
     why = refuse_advertising(parse(text))
     assert why is not None and "advertise" in why
+
+
+@pytest.mark.parametrize("zone", ["4294967296", "9" * 5000, "²", "no-such-interface", "a\0b", "-1"])
+def test_a_zone_that_no_interface_has_is_refused_by_name(zone: str, run: Run) -> None:
+    """One of more than 32 bits, in a peer's HELLO, was no LinkError over QUIC and ended the dialling of that peer."""
+
+    async def work() -> None:
+        with pytest.raises(LinkError, match="there is no interface") as caught:
+            await resolve(parse(f"[2001:db8::1%{zone}]:5"))
+        assert caught.value.reason == "unknown-host"
+
+    run(work())
 
 
 @pytest.mark.parametrize("text", ["192.0.2.1:80", "[2001:db8::1]:80", "[fe80::1%eth0]:80", "host.example:80"])

@@ -53,7 +53,7 @@ def _save(store: Path, entries: dict[str, str]) -> None:
     """Replace the file whole, so that two daemons starting at once never leave half of one. Best effort."""
     with contextlib.suppress(OSError):
         store.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=store.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.encode(entries))
-        os.replace(name, store)
+        with tempfile.TemporaryDirectory(dir=store.parent) as folder:
+            whole = Path(folder, store.name)
+            whole.write_bytes(msgspec.json.encode(entries))
+            whole.replace(store)
