@@ -19,6 +19,9 @@ from zerocopy.worker import protocol as p
 
 pytestmark = pytest.mark.usefixtures("transport")
 
+# A ring that forgets its claims, as one would whose memory somebody has written who may not.
+FINISH = {"publish": "ring-stale", "discard": "page-lost"}
+
 Reach = Callable[[Stage], Awaitable[None]]
 
 
@@ -249,5 +252,28 @@ def test_a_client_that_goes_while_the_handoff_fails_is_not_forgotten(tmp_path: P
             with pytest.raises(asyncio.CancelledError):
                 await asyncio.wait_for(stage.task, 30)
             assert stage.nothing_held()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("finish", FINISH)
+def test_a_ring_that_does_not_take_a_page_back_ends_the_handoff_and_not_the_receiver(
+    tmp_path: Path, finish: str
+) -> None:
+    """What the machine had decided was lost with the exception: memory was waited for that nobody would release."""
+
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            stage.begin()
+            await stage.granted()
+            handoff, page = stage.host.incoming, stage.pages[0]
+            assert handoff is not None and handoff._lease is not None
+            landing = handoff.claim(page.header, len(page.payload))
+            assert landing is not None
+            landing.view[:] = page.payload
+            handoff._lease.ring.recover("producer")
+            await asyncio.to_thread(getattr(landing, finish))
+            await stage.failed(FINISH[finish])
+            await stage.committed()
 
     run(scenario())

@@ -277,8 +277,7 @@ class Incoming(HandoffHalf[SinkHandoff]):
         """Publish to the worker in the same breath as the ledger takes it: no one sees one without the other."""
         with self._lock:
             good, actions = self.machine.page_landed(header, fault)
-            if slot is not None:
-                slot.commit() if good else slot.abort()
+            actions += self._finish(slot, good)
             if good:
                 self.trace.page(header.component, (began, time.monotonic(), header.payload_bytes))
             news = bool(actions) or self.machine.state_complete
@@ -287,10 +286,17 @@ class Incoming(HandoffHalf[SinkHandoff]):
 
     def page_lost(self, header: PageHeader, slot: Slot | None) -> None:
         with self._lock:
-            actions = self.machine.page_discarded(header)
-            if slot is not None:
-                slot.abort()
+            actions = self.machine.page_discarded(header) + self._finish(slot, False)
         self._loop.call_soon_threadsafe(self._after_page, actions)
+
+    def _finish(self, slot: Slot | None, good: bool) -> list[Action]:
+        """Where that fails somebody wrote the ring who may not: the handoff ends, and must not wait for this page."""
+        try:
+            if slot is not None:
+                slot.commit() if good else slot.abort()
+        except NativeError as error:
+            return self.machine.fail(error.reason, str(error))
+        return []
 
     def _after_page(self, actions: list[Action]) -> None:
         self._do(actions)
