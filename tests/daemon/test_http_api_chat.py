@@ -32,6 +32,7 @@ async def test_text_parts_names_and_all_roles_of_text_chats_are_taken() -> None:
         [], None, "hi", [1], [{}], [{"role": "user"}], [{"role": "pope", "content": "x"}],
         [{"role": "user", "content": None}], [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
         [{"role": "assistant", "content": "x", "tool_calls": []}], [{"role": "user", "content": {"a": 1}}],
+        [{"role": "user", "content": ""}] * 8193,
     ],
 )  # fmt: skip
 def test_messages_that_cannot_be_read_are_400_with_the_field_named(messages: object) -> None:

@@ -270,3 +270,26 @@ def test_a_transfer_ends_at_its_deadline(tmp_path: Path, exported: int) -> None:
             await stage.committed()
 
     run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("reach", "reason"), [(_sending, "ring-stale"), (_starved, "cancelled")], ids=["sending", "starved"]
+)
+def test_a_ring_that_does_not_take_a_page_back_keeps_nothing_waiting(tmp_path: Path, reach: End, reason: str) -> None:
+    """One that forgets what is read of it, as if somebody had written it who may not: the link's answer was then never
+    counted, or the ending ended there, and the lane was never given back."""
+
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            await reach(stage)
+            (handoff,) = stage.host.service._handoffs.values()
+            await until(lambda: handoff._lease is not None)
+            assert handoff._lease is not None
+            handoff._lease.ring.recover("consumer")
+            stage.sink.gate.set()
+            if reason == "cancelled":
+                stage.decoder.say(Abort(handoff_id=stage.id, epoch=7, reason=reason, message=""))
+            await stage.failed(reason)
+            await stage.committed()
+
+    run(scenario())

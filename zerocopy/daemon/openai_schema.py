@@ -44,6 +44,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 
 MAX_CHOICES: Final = 8
+MAX_MESSAGES: Final = 8192  # rendered in 30 ms, on the event loop; 16 MiB of empty ones took 2 s
 
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
 Alternatives = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
@@ -146,7 +147,7 @@ class CompletionBody(_Body, frozen=True, kw_only=True):
 class ChatBody(_Body, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None

@@ -164,7 +164,7 @@ class Outgoing(HandoffHalf[SourceHandoff]):
                 future.cancel()
         await self._drained.wait()
         if self._head is not None:
-            self._head.free()
+            self._free(self._head)
             self._head = None
         if self._job is not None:
             await self._job.release()
@@ -225,7 +225,7 @@ class Outgoing(HandoffHalf[SourceHandoff]):
         try:
             future = self.link.send_page(page.packed, page.payload)
         except LinkError as error:
-            page.free()
+            self._free(page)
             self.fail("link-lost", str(error))
             self._do(self.machine.page_done())
             return
@@ -238,7 +238,7 @@ class Outgoing(HandoffHalf[SourceHandoff]):
         self._sending.pop(future, None)
         self._sending_bytes -= page.header.payload_bytes
         last = self.trace.wire[-1][1] if self.trace.wire else began
-        page.free()
+        self._free(page)
         if not future.cancelled() and (error := future.exception()) is not None:
             self.fail("link-lost", str(error))
         elif not future.cancelled():
@@ -247,6 +247,11 @@ class Outgoing(HandoffHalf[SourceHandoff]):
         actions = self.machine.page_done()
         if actions or full:  # otherwise the pump waits for credit or a page, and this is neither
             self._do(actions)
+
+    def _free(self, page: _Page) -> None:
+        """A ring that does not take it back ends the handoff; what comes after is not to be left out for that."""
+        with self._failing():
+            page.free()
 
     def _timings(self) -> dict[str, float]:
         """Figures for the decoder, in seconds after GRANT reached this host, and plain sizes."""
