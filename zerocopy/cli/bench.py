@@ -90,8 +90,8 @@ def link(
 
     if listen and connect:
         raise CliError("give --listen or --connect, not both: each is one end", ExitCode.USAGE)
+    _take_all(context, listen=bool(listen), connect=bool(connect), transport=transport)
     if listen:
-        _take_no_plan(context)
         b.listen(open_store(keys).directory, listen, lambda commands: _announce(commands), with_parent=with_parent)
         return
     if connect and not peer:
@@ -118,13 +118,25 @@ def link(
     show_json(report) if json else show(_link_table(report))
 
 
-def _take_no_plan(context: typer.Context) -> None:
-    """The landing end serves whatever the other one measures: an option for that would be ignored."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
+def _take_all(context: typer.Context, *, listen: bool, connect: bool, transport: str) -> None:
+    """No option is ignored. The landing end serves whatever the other one measures."""
+    if listen:
+        _take_no(context, "--listen", set(context.params) - {"listen", "keys", "with_parent"}, "with --connect")
+        return
+    if not connect:
+        _take_no(context, "a sweep on this machine", {"peer", "keys"}, "with --connect")
+    if transport == "quic":
+        _take_no(context, "--transport quic", {"streams", "record_kib"}, "without it")
+    else:
+        _take_no(context, "--transport tcp", {"datagram"}, "with --transport quic")
+
+
+def _take_no(context: typer.Context, what: str, names: set[str], instead: str) -> None:
+    sources = {name: context.get_parameter_source(name) for name in names}
     given = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
-    flags = sorted(f"--{name.replace('_', '-')}" for name in given - {"listen", "keys", "with_parent"})
-    if flags:
-        raise CliError(f"--listen takes no {', '.join(flags)}: give it with --connect at the other end", ExitCode.USAGE)
+    if given:
+        flags = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in given))
+        raise CliError(f"{what} takes no {flags}: give that {instead}", ExitCode.USAGE)
 
 
 @app.command("serve")
