@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.runtime.conftest import ModelFile
 from zerocopy.runtime.base import EngineError
 from zerocopy.runtime.gguf_header import read_header
+from zerocopy.runtime.llama.family import family_of
 
 
 def write(path: Path, *, tokens: list[str], template: str = "t", reverse: bool = False, scores: bool = True) -> Path:
@@ -39,6 +40,24 @@ def test_what_a_file_says_is_read(tmp_path: Path) -> None:
     header = read_header(write(tmp_path / "m.gguf", tokens=["a", "bc"], template="{{ x }}"))
     assert (header.architecture, header.name, header.mtp_layers) == ("llama", "a name", 3)
     assert header.chat_template == "{{ x }}" and len(header.tokenizer) == 64
+
+
+def test_a_name_is_short_and_has_nothing_that_moves_a_terminal(tmp_path: Path) -> None:
+    """It stands in every answer: a megabyte of it did, and escape sequences went to whoever looked."""
+    path = tmp_path / "m.gguf"
+    for architecture, name in ((2 * "mamba\x1b[2J", 300 * "n\n"), ("x" * 70_000, "a name")):
+        writer = gguf.GGUFWriter(str(path), architecture)
+        writer.add_string("general.name", name)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        header = read_header(path)
+        assert len(header.architecture) <= 128 and len(header.name) <= 128
+        assert (header.architecture + header.name).isprintable()
+        with pytest.raises(EngineError, match="not certified") as refused:
+            family_of(header, mtp=True)
+        assert str(refused.value).isprintable() and len(str(refused.value)) < 400
 
 
 def test_the_tokenizer_digest_is_of_the_tokenizer_and_of_nothing_else(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from zerocopy.runtime.base import EngineError
 
 _MAX_KEYS: Final = 4096
 _MAX_TEMPLATE_BYTES: Final = 1 << 20
+_MAX_NAME: Final = 128  # characters of a name: it stands in every answer and on terminals
 _STRING: Final = 8
 _ARRAY: Final = 9
 # GGUF value type -> bytes: u8 i8 u16 i16 u32 i32 f32 bool, then u64 i64 f64
@@ -63,10 +64,10 @@ class _Reader:
             start = self._at
             self._skip(kind)
             values[key] = (kind, start, self._at)
-        architecture = self._text(values, "general.architecture") or ""
+        architecture = self._name(values, "general.architecture")
         return GgufHeader(
             architecture=architecture,
-            name=self._text(values, "general.name") or "",
+            name=self._name(values, "general.name"),
             chat_template=self._text(values, _TEMPLATE),
             mtp_layers=self._integer(values, f"{architecture}.nextn_predict_layers"),
             tokenizer=self._tokenizer(values),
@@ -114,6 +115,10 @@ class _Reader:
         if end - start > _MAX_TEMPLATE_BYTES:
             raise ValueError(f"{key} has {end - start} bytes, more than {_MAX_TEMPLATE_BYTES}")
         return self._data[start + 8 : end].decode()
+
+    def _name(self, values: dict[str, tuple[int, int, int]], key: str) -> str:
+        text = self._text(values, key) or ""
+        return "".join(filter(str.isprintable, text))[:_MAX_NAME]
 
     def _integer(self, values: dict[str, tuple[int, int, int]], key: str) -> int:
         kind, start, _ = values.get(key, (_STRING, 0, 0))

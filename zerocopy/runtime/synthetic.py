@@ -7,8 +7,9 @@ leaves the processor to the data plane, as a GPU would.
 Every byte of state is checkable. After t tokens the lane stands at a 64-bit prefix value P(t) of the tokens so far.
 State is cells of a KiB: a cell's first word is its stamp, P(t) under a salt of component, layer and place in the row;
 the rest is zero. An import reads every byte, as copying it into an engine would, and refuses a cell that is missing,
-misplaced, changed or of another prompt. Logits derive from everything that was imported. Bound: 8 bytes a token of
-`n_ctx`, 8 bytes a cell of a snapshot, two rows of logits.
+misplaced, of another prompt or changed (by the xor of a layer's words: pages have checksums of their own). Logits
+derive from everything that was imported. Bound: 8 bytes a token of `n_ctx`, 8 bytes a cell of a snapshot, two rows of
+logits.
 """
 
 from __future__ import annotations
