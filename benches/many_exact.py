@@ -106,9 +106,16 @@ def forced_gaps(lane: Lane, prompt: Sequence[int], answer: Sequence[int]) -> lis
     return gaps
 
 
+def incomplete(answer: Answer, output: int) -> bool:
+    """It has no token, or fewer than were asked for although it says that it ended for their number."""
+    (choice,) = answer.body["choices"]
+    tokens = len(choice["tokens"])
+    return not tokens or (choice["finish_reason"] == "length" and tokens < output)
+
+
 def check(load: Load, answers: Sequence[Answer], folder: Path, key: bytes) -> dict[str, Any]:
     failed = Counter(str(a.body["error"]["code"]) for a in answers if a.status != 200)
-    gaps, unlike, compared = list[float](), Counter[str](), 0
+    gaps, unlike, compared, cut = list[float](), Counter[str](), 0, 0
     runtime = LlamaRuntime(smollm2(), load.engine())
     for prompt, answer in zip(load.prompts(), answers, strict=True):
         if answer.status != 200:
@@ -121,11 +128,13 @@ def check(load: Load, answers: Sequence[Answer], folder: Path, key: bytes) -> di
             compared += 1
             unlike["prefiller"] += served != told
         unlike["lone"] += served != alone
+        cut += incomplete(answer, load.output)
         gaps += forced_gaps(lane, prompt, answer.body["choices"][0]["tokens"])
         lane.close()
     runtime.close()
     return {
         "failed": dict(failed),
+        "incomplete": cut,
         "tokens": len(gaps),
         "not_argmax": sum(gap > 0 for gap in gaps),
         "worst_gap": max(gaps, default=None),
@@ -136,7 +145,8 @@ def check(load: Load, answers: Sequence[Answer], folder: Path, key: bytes) -> di
 
 
 def run(load: Load) -> dict[str, Any]:
-    """The figures, and `met`: nothing failed, every token within the tolerance, every handoff's state equal."""
+    """The figures, and `met`: nothing failed or was cut short, every token within the tolerance, every handoff's state
+    equal."""
     key = secrets.token_bytes(32)
     with temporary_folder("zc-exact-") as folder:
         began = time.monotonic()
@@ -145,6 +155,7 @@ def run(load: Load) -> dict[str, Any]:
         found = check(load, answers, folder, key)
     met = (
         not found["failed"]
+        and not found["incomplete"]
         and found["worst_gap"] is not None
         and found["worst_gap"] <= TOLERANCE
         and found["states_compared"] == sum(len(prompt) > 1 for prompt in load.prompts())

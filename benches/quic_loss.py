@@ -28,7 +28,7 @@ from transport.keys import KeyStore
 from transport.link import Landing, Link, PageSink
 from transport.quic import QuicEndpoint
 from zerocopy.cli.ending import temporary_folder
-from zerocopy.cli.iperf3 import Iperf3, measured, read_report
+from zerocopy.cli.iperf3 import TIMEOUT_S, Iperf3, Iperf3Failed, measured, read_report
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 LINKS: Final = ("1gbit,rtt=2ms,loss=1%", "1gbit,rtt=50ms,loss=0.1%")
@@ -141,8 +141,10 @@ def iperf3(congestion: str, seconds: float) -> Iperf3:
         timing = ["-t", str(max(1, round(seconds))), "-O", str(round(WARM_UP_S))]
         argv = [*on["A"], "-c", ADDRESS.partition(":")[0], "-C", congestion, *timing, "-J"]
         try:
-            done = subprocess.run(argv, capture_output=True)
+            done = subprocess.run(argv, capture_output=True, timeout=TIMEOUT_S + seconds)
             return read_report(done.stdout, done.stderr)
+        except subprocess.TimeoutExpired as error:
+            raise Iperf3Failed(f"iperf3's client had no result within {error.timeout:g} s") from None
         finally:
             server.kill()
 

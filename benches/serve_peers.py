@@ -73,7 +73,10 @@ def peer(threads: int, slots: int, chunk: int) -> Iterator[str]:
         raise SystemExit("llama.cpp's server did not start")
     finally:
         process.stdin.close()
-        process.wait(20)
+        try:
+            process.wait(20)
+        finally:
+            process.kill()  # one that does not hear of it; nothing to one that has ended
 
 
 def ask_all(target: Target, concurrency: int, prompt: int, output: int) -> tuple[list[Seen], float]:

@@ -113,9 +113,7 @@ def measure(plan: PathPlan, folder: Path, step: Callable[[str], None]) -> PathRe
     return PathReport(
         gbps=round(passed.gbps, 3),
         ratio_to_link=round(passed.gbps / link[0], 3),
-        memory_over_rings_mib={
-            name: round(cost.peak_mib - cost.idle_mib, 2) for name, cost in passed.processes.items()
-        },
+        memory_over_rings_mib={name: cost.over_mib for name, cost in passed.processes.items()},
         gib=round(passed.nbytes / GIB, 3),
         handoffs=plan.handoffs,
         link_gbps=link[0],
