@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.daemon.scripted_worker import FACTS
 from tests.daemon.wires import Peer, joined, run, until
+from zerocopy.cli.status import MAX_BYTES
 from zerocopy.config import DaemonConfig
 from zerocopy.daemon.core import SHUTDOWN_RETRY_S, Core
 from zerocopy.daemon.requests import GenerationRequest, RequestError
@@ -272,6 +274,24 @@ def test_a_host_remembers_only_its_last_handoffs() -> None:
             kept = core.status().detail["recent_handoffs"]
             assert isinstance(kept, list)
             assert [int(trace["handoff"], 16) for trace in kept] == list(range(5, KEPT + 5))
+
+    run(scenario())
+
+
+def test_the_status_stays_readable_after_handoffs_of_many_pages() -> None:
+    """A million tokens are thousands of pages each: `zc-handoff status` took what it could not read for a stranger."""
+
+    async def scenario() -> None:
+        async with running(role="decode") as core:
+            for number in range(KEPT):
+                trace = Trace(f"{number:032x}", "decoder", "p", "tcp", 9, outcome="aborted", reason="cancelled")
+                trace.wire = [(123456.789012345, 123456.789012345, 8_388_608, "attention KV")] * 20_000
+                core._keep(trace)
+            assert len(trace.wire) == 20_000, "its maker's own"
+            status = core.status().detail
+            assert len(msgspec.json.encode(status)) < MAX_BYTES
+            kept = status["recent_handoffs"]
+            assert isinstance(kept, list) and [len(each["wire"]) for each in kept[-3:]] == [0, 20_000, 20_000]
 
     run(scenario())
 

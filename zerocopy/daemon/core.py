@@ -25,7 +25,7 @@ from zerocopy.daemon.outgoing import OutgoingService
 from zerocopy.daemon.peers import Peers
 from zerocopy.daemon.requests import ChatTemplate, Event, GenerationRequest, RequestError, ServiceStatus, Started
 from zerocopy.daemon.telemetry import Outcome, Placement, Telemetry, log_event
-from zerocopy.daemon.trace import KEPT, Trace
+from zerocopy.daemon.trace import KEPT, KEPT_SPANS, Trace
 from zerocopy.daemon.worker_process import WORKER_COMMAND, WorkerProcess
 from zerocopy.handoff.components import Identity, PageHeader
 from zerocopy.handoff.messages import (
@@ -239,6 +239,11 @@ class Core:
 
     def _keep(self, trace: Trace) -> None:
         self._traces.append(trace)
+        left = KEPT_SPANS
+        for at in reversed(range(len(self._traces))):
+            left -= self._traces[at].spans
+            if left < 0:
+                self._traces[at] = self._traces[at].without_spans()
         if trace.outcome == "committed":
             self.peers.transferred(trace.peer, *trace.moved())
         self.telemetry.handoff_ended(trace.record())

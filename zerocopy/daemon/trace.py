@@ -1,7 +1,7 @@
 """What happened in one handoff, as seen from one host: when, how many bytes, how it ended (M1).
 
 Times are this host's monotonic clock. Owns no content: counts, sizes and times only (X4). Bound: a host keeps the last
-`KEPT` traces for `/v1/status`.
+`KEPT` traces for `/v1/status`, and `KEPT_SPANS` spans of them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from zerocopy.handoff.components import Component
 from zerocopy.worker.protocol import Span
 
 KEPT: Final = 32
+KEPT_SPANS: Final = 50_000  # of all of them, the newest first: 3 MB of `/v1/status`, of which its readers take 8
 KV: Final = (Component.ATTENTION_KV.label, Component.MTP_KV.label)
 
 
@@ -46,6 +47,14 @@ class Trace(msgspec.Struct):
         self.component_bytes[label] = self.component_bytes.get(label, 0) + span[2]
         self.component_pages[label] = self.component_pages.get(label, 0) + 1
         self.wire.append((*span, label))
+
+    @property
+    def spans(self) -> int:
+        return len(self.chunks) + len(self.exports) + len(self.wire) + len(self.imports)
+
+    def without_spans(self) -> Trace:
+        """A copy: whoever made the handoff may still want them."""
+        return msgspec.structs.replace(self, chunks=[], exports=[], wire=[], imports=[])
 
     @property
     def kv_bytes(self) -> int:
