@@ -11,7 +11,7 @@ import socket
 import ssl
 from typing import Final
 
-from transport.address import parse, resolve
+from transport.address import SocketAddress, parse, resolve
 from transport.dial import dial
 from transport.frames import ID_BYTES, KEY_BYTES, MAGIC, MAX_RECORD, MIN_RECORD, OPENING, PREAMBLE, key_chains
 from transport.keys import KeyStore
@@ -73,8 +73,8 @@ class TcpEndpoint:
     async def connect(self, peer: str, address: str) -> TcpLink:
         """A link with all its streams. Raises LinkError; `link_closed` follows if `link_opened` was called."""
         context = self.keys.client_context(peer)
-        sock = await self._reach(peer, address)
-        link = TcpLink(self, connecting=(peer, sock.getpeername(), stream_count(self._streams)))
+        sock, sockaddr = await self._reach(peer, address)
+        link = TcpLink(self, connecting=(peer, sockaddr, stream_count(self._streams)))
         self._links.add(link)
         try:
             async with asyncio.timeout(self.timing.greet_s):
@@ -103,12 +103,12 @@ class TcpEndpoint:
 
     # -- connecting
 
-    async def _reach(self, peer: str, address: str) -> socket.socket:
+    async def _reach(self, peer: str, address: str) -> tuple[socket.socket, SocketAddress]:
         failure: Exception | None = None
         for _, sockaddr in await resolve(parse(address)):
             try:
                 async with asyncio.timeout(self.timing.greet_s):
-                    return await dial(sockaddr)
+                    return await dial(sockaddr), sockaddr
             except OSError as error:  # a timeout, too
                 failure = error
         why = failure or "no address"

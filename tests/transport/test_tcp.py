@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import socket
+import struct
 from pathlib import Path
 
 import pytest
 
+from transport import tcp
+from transport.address import SocketAddress
+from transport.dial import dial
 from transport.link import LinkError
 
 from .conftest import Run
-from .hosts import QUICK, linked, pattern, two_hosts
+from .hosts import QUICK, Host, linked, pattern, sockets, two_hosts
 from .meddler import meddled
 
 RECORD = 16 << 10
@@ -91,5 +97,38 @@ def test_one_stream_lost_of_two_does_not_wait_for_its_replacement(run: Run, tmp_
             await a.until(lambda: link.stats.streams == 1)
             await link.send_page(b"second", pattern(10 * RECORD, 2))
             assert b.landings.payload(b"second") == pattern(10 * RECORD, 2)
+
+    run(work())
+
+
+def test_a_host_that_resets_the_connection_at_once_is_a_link_error(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was reset as soon as it stood had no peer to ask the kernel for: OSError, and its socket stayed."""
+
+    async def work() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+
+            async def dial_and_be_reset(address: SocketAddress) -> socket.socket:
+                sock = await dial(address)
+                accepted, _ = server.accept()
+                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                accepted.close()
+                with contextlib.suppress(OSError):
+                    while True:
+                        sock.getpeername()
+                        await asyncio.sleep(0.01)
+                return sock
+
+            monkeypatch.setattr(tcp, "dial", dial_and_be_reset)
+            a, b = Host(tmp_path, "a"), Host(tmp_path, "b")
+            a.trust(b)
+            before = sockets()
+            endpoint = a.open()
+            with pytest.raises(LinkError) as caught:
+                await endpoint.connect("b", f"127.0.0.1:{server.getsockname()[1]}")
+            assert caught.value.reason == "refused"
+            await endpoint.close()
+            assert sockets() == before
 
     run(work())
