@@ -6,6 +6,7 @@ import subprocess
 import sys
 from copy import copy
 from pathlib import Path
+from typing import Any
 
 import gguf
 import msgspec
@@ -17,7 +18,7 @@ from zerocopy.handoff.components import Component, Identity
 from zerocopy.runtime import models
 from zerocopy.runtime.base import EngineError, EngineFacts
 from zerocopy.runtime.gguf_header import read_header
-from zerocopy.runtime.llama import calibrate
+from zerocopy.runtime.llama import calibrate, engine
 from zerocopy.runtime.llama.context import Context
 from zerocopy.runtime.llama.engine import LlamaOptions, LlamaRuntime
 from zerocopy.runtime.llama.family import LAYOUTS, family_of
@@ -190,6 +191,28 @@ def test_an_mtp_head_nobody_has_certified_is_refused(architecture: str, heads: i
 
 def test_every_certified_architecture_has_a_tiny_model_and_so_tests() -> None:
     assert set(LAYOUTS) == {f.removesuffix("+mtp") for f in models.FAMILIES}
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_a_file_that_changes_while_it_is_loaded_is_refused(
+    renamed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S8: the engine had the old weights and the identity was the digest of the new ones."""
+    path, other = (models.make("llama", tmp_path / f"{seed}.gguf", seed=seed) for seed in (1, 2))
+    measure = engine.measure
+
+    def change(*args: Any) -> Any:
+        measured = measure(*args)
+        if renamed:
+            other.replace(path)
+        else:
+            path.write_bytes(other.read_bytes())
+        return measured
+
+    monkeypatch.setattr(engine, "measure", change)
+    with pytest.raises(EngineError, match="changed while it was loaded") as error:
+        LlamaRuntime(path, TINY)
+    assert error.value.reason == "model-changed"
 
 
 def test_missing_and_truncated_files_are_refused(tmp_path: Path, model_file: ModelFile) -> None:

@@ -56,6 +56,7 @@ class LlamaRuntime:
     def __init__(self, path: str | Path, options: LlamaOptions) -> None:
         _check_options(options)
         path = Path(path)
+        before = _written(path)
         header = read_header(path)
         family = family_of(header, mtp=options.mtp)
         self._library = open_library(shared_cores=options.shared_cores)
@@ -66,6 +67,12 @@ class LlamaRuntime:
             context = _context_options(options)
             self._lane_model = measure(self._library, self._model, family, context)
             self.facts = self._facts(path, header, options)
+            if _written(path) != before:
+                raise EngineError(
+                    "model-changed",
+                    f"{path} changed while it was loaded, so its digest is not of what the engine has: start again "
+                    "once it is whole, and replace a model file by renaming a new one over it",
+                )
         except BaseException:
             self.close()
             raise
@@ -237,6 +244,15 @@ def _rounded(tokens: int) -> int:
 def _physical_cores() -> int:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(psutil.cpu_count(logical=False) or allowed, allowed)
+
+
+def _written(path: Path) -> tuple[int, int, int]:
+    """What tells one state of a file from another. Raises EngineError `model-file`."""
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise EngineError("model-file", f"cannot read model {path}: {error.strerror or error}") from error
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _load(library: Library, path: Path, *, load_mtp: bool) -> Any:
