@@ -99,7 +99,9 @@ class Played:
     def hear(self, timeout_s: float) -> list[p.ToDaemon]:
         """What has come, after at most so long."""
         if select.select([self.sock], [], [], timeout_s)[0]:
-            self.buffer += self.sock.recv(1 << 16)
+            if not (data := self.sock.recv(1 << 16)):
+                raise SystemExit("the worker ended")
+            self.buffer += data
         messages = []
         while len(self.buffer) >= 4 and len(self.buffer) >= (end := 4 + p.frame_length(self.buffer)):
             messages.append(p.decode_to_daemon(bytes(self.buffer[4:end])))
