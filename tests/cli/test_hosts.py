@@ -39,6 +39,20 @@ def test_a_host_is_told_where_to_listen_whom_to_dial_and_where_its_keys_are(tmp_
         }
 
 
+def test_a_host_has_none_of_the_settings_of_whoever_starts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an API key in the environment the demo ended with a traceback."""
+    monkeypatch.setenv("ZC_API_KEY", "mine")
+    monkeypatch.setenv("ZC_CACHE", "/kept")
+    monkeypatch.setenv("ZC_CONFIG", str(tmp_path / "mine.toml"))
+    shows = (sys.executable, "-c", "import os; print(*(n + '=' + v for n, v in os.environ.items() if 'ZC_' in n))")
+    with Hosts(tmp_path, shows) as hosts:
+        host = hosts.add("a", [])
+        host.start()
+        with pytest.raises(CliError, match="ended while starting"):
+            host.wait_ready()
+        assert sorted(host.log_tail().split()) == ["ZC_CACHE=/kept", f"ZC_CONFIG={os.devnull}"]
+
+
 def test_hosts_trust_each_other_and_a_stranger_trusts_nobody(tmp_path: Path) -> None:
     with Hosts(tmp_path, SCRIPTED) as hosts:
         for name in ("a", "b"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import importlib.util
+import os
 import random
 import signal
 import socket
@@ -28,6 +29,7 @@ from transport.keys import KeyStore
 from transport.quic_choice import SCHEME
 from zerocopy.cli.ending import held_back, lifeline, told_once
 from zerocopy.cli.screen import CliError
+from zerocopy.config import ENV_PREFIX, OTHER_VARIABLES
 
 START_TIMEOUT_S: Final = 120.0  # of several that start at once on a busy machine
 STOP_TIMEOUT_S: Final = 40.0  # longer than a daemon drains
@@ -67,7 +69,12 @@ class Host:
     def start(self) -> None:
         with self.log_path.open("ab") as log, held_back():  # or it would be nobody's
             self.process = subprocess.Popen(
-                [*self._argv, "--with-parent"], stdin=lifeline(), stdout=log, stderr=log, start_new_session=True
+                [*self._argv, "--with-parent"],
+                stdin=lifeline(),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=_unset(os.environ),
             )
 
     def wait_ready(self, connected_to: Iterable[str] = ()) -> None:
@@ -207,6 +214,12 @@ class Hosts:
         """Also what waits for their answers then goes on."""
         for host in self._hosts.values():
             host.hurry()
+
+
+def _unset(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without the settings, also those of a file, that whoever runs this has for a daemon of their own."""
+    kept = {n: value for n, value in environ.items() if not n.startswith(ENV_PREFIX) or n in OTHER_VARIABLES}
+    return kept | {"ZC_CONFIG": os.devnull}
 
 
 def smollm2() -> Path:
