@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,49 @@ def test_other_weights_of_the_same_shape_have_another_identity(tmp_path: Path, o
     mine = open_runtime("llama").facts.identity
     assert [name for name, _, _ in mine.differences(other.facts.identity)] == ["model"]
     other.close()
+
+
+def test_weights_in_several_files_are_known_by_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """S8. The digest was of the first file, whatever the others held; large models come in several."""
+    monkeypatch.setattr(models.gguf, "GGUFWriter", partial(gguf.GGUFWriter, split_max_tensors=12))
+    identities = []
+    for name in ("one", "same", "other"):
+        models.make("llama", tmp_path / f"{name}.gguf")
+        first, *_, last = parts = sorted(tmp_path.glob(f"{name}-*"))
+        assert [part.name for part in parts][-1] == f"{name}-{len(parts):05}-of-{len(parts):05}.gguf" and len(parts) > 2
+        if name == "other":
+            data = bytearray(last.read_bytes())
+            data[-1] ^= 1
+            last.write_bytes(data)
+        runtime = LlamaRuntime(first, TINY)
+        identities.append(runtime.facts.identity)
+        runtime.close()
+    one, same, other = identities
+    assert one == same and one.differences(other) == [("model", one.model, other.model)]
+
+
+def test_another_part_than_the_first_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models.gguf, "GGUFWriter", partial(gguf.GGUFWriter, split_max_tensors=12))
+    models.make("llama", tmp_path / "m.gguf")
+    first, *others = sorted(tmp_path.glob("m-*"))
+    first.rename(tmp_path / "renamed.gguf")
+    with pytest.raises(EngineError, match=f"one of {len(others) + 1} files.*give the first") as error:
+        LlamaRuntime(tmp_path / "renamed.gguf", TINY)
+    assert error.value.reason == "model-file"
+    (tmp_path / "renamed.gguf").rename(first)
+    others[0].unlink()
+    with pytest.raises(EngineError, match=f"cannot read model .*{others[0].name}") as error:
+        LlamaRuntime(first, TINY)
+    assert error.value.reason == "model-file"
+    huge = file_of("llama", tmp_path / "m-00001-of-99999.gguf", **{})
+    writer = gguf.GGUFWriter(str(huge), "llama")
+    writer.add_uint64("split.count", 1 << 60)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(EngineError, match="at most 1024"):
+        LlamaRuntime(huge, TINY)
 
 
 def test_identities_fit_the_wire(open_runtime: OpenRuntime) -> None:

@@ -5,8 +5,10 @@ Owns the model's weights and every pool of lanes opened on it; `close` releases 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +30,7 @@ from zerocopy.runtime.pages import PAGE_BYTES, page_tokens
 _CONTROL_TOKEN: Final = 1 | 8  # LLAMA_TOKEN_ATTR_UNKNOWN, LLAMA_TOKEN_ATTR_CONTROL: what `parse_special` is about
 _MAX_PIECE_BYTES: Final = 256
 _MAX_CTX: Final = 1 << 22
+_MAX_PARTS: Final = 1024  # files of one model
 _MIN_CHUNK: Final = 4  # the engine aborts on batches smaller than its scratch sequences
 
 
@@ -56,8 +59,9 @@ class LlamaRuntime:
     def __init__(self, path: str | Path, options: LlamaOptions) -> None:
         _check_options(options)
         path = Path(path)
-        before = _written(path)
+        before = {path: _written(path)}
         header = read_header(path)
+        before |= {part: _written(part) for part in _parts(path, header.parts)}
         family = family_of(header, mtp=options.mtp)
         self._library = open_library(shared_cores=options.shared_cores)
         self._pools: list[LlamaPool] = []
@@ -67,7 +71,7 @@ class LlamaRuntime:
             context = _context_options(options)
             self._lane_model = measure(self._library, self._model, family, context)
             self.facts = self._facts(path, header, options)
-            if _written(path) != before:
+            if any(_written(part) != written for part, written in before.items()):
                 raise EngineError(
                     "model-changed",
                     f"{path} changed while it was loaded, so its digest is not of what the engine has: start again "
@@ -246,6 +250,27 @@ def _physical_cores() -> int:
     return min(psutil.cpu_count(logical=False) or allowed, allowed)
 
 
+def _parts(path: Path, count: int) -> list[Path]:
+    """All files of a model whose first one is `path`, as the engine finds them. Raises EngineError `model-file`."""
+    if count == 1:
+        return [path]
+    first = f"-00001-of-{count:05}.gguf"
+    if not 1 < count <= _MAX_PARTS or not path.name.endswith(first):
+        raise EngineError(
+            "model-file",
+            f"{path} says that it is one of {count} files, of at most {_MAX_PARTS}: give the first, whose name ends in "
+            f"{first}",
+        )
+    start = path.name.removesuffix(first)
+    return [path.with_name(f"{start}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+
+
+def _weights(parts: Sequence[Path]) -> str:
+    """One file's sha256, or that of all files' together."""
+    digests = [file_sha256(part) for part in parts]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
 def _written(path: Path) -> tuple[int, int, int]:
     """What tells one state of a file from another. Raises EngineError `model-file`."""
     try:
@@ -270,7 +295,7 @@ def _identity(
 ) -> Identity:
     flash = "on" if options.flash_attention else "off"
     return Identity(
-        model=file_sha256(path),
+        model=_weights(_parts(path, header.parts)),
         tokenizer=header.tokenizer,
         architecture=header.architecture,
         kv_type=f"{options.kv_type_k}/{options.kv_type_v}",
