@@ -203,8 +203,8 @@ class KeyStore:
     def _entries(self) -> list[Path]:
         if not self._trusted.is_dir():
             return []
-        if self._trusted.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise LinkError("trust-exposed", f"others can write to {self._trusted}, and so be trusted: `chmod go-w` it")
+        for folder in (self.directory, self._trusted):
+            _check_ours(folder)
         files = sorted(self._trusted.glob("*.pem"))
         if len(files) > MAX_TRUSTED:
             raise LinkError("too-many-peers", f"{self._trusted} holds {len(files)} files, more than {MAX_TRUSTED}")
@@ -254,6 +254,13 @@ def check_name(name: str) -> None:
     """Raises LinkError for what cannot name a peer."""
     if not _NAME.match(name):
         raise LinkError("bad-name", f"{name!r} is no peer name: 1 to 63 letters, digits, dots, dashes, underscores")
+
+
+def _check_ours(folder: Path) -> None:
+    """Who can write there can trust itself."""
+    found = folder.stat()
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or found.st_uid not in (0, os.geteuid()):
+        raise LinkError("trust-exposed", f"{folder} must be yours, and others may not write to it: `chmod go-w` it")
 
 
 def _read(path: Path) -> str:

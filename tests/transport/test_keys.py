@@ -195,11 +195,20 @@ def test_an_entry_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         a.server_context()
 
 
-@pytest.mark.parametrize("mode", [0o770, 0o702])
-def test_a_folder_in_which_others_could_trust_themselves_is_refused(tmp_path: Path, mode: int) -> None:
+@pytest.mark.parametrize("folder", ["a", "a/trusted"])
+@pytest.mark.parametrize("mode", [0o770, 0o702, None], ids=["group", "others", "another's"])
+def test_a_folder_in_which_others_could_trust_themselves_is_refused(
+    tmp_path: Path, folder: str, mode: int | None
+) -> None:
+    """Who can write to the outer one can put another inner one there."""
     a, b = store(tmp_path, "a"), store(tmp_path, "b")
     a.trust("b", b.show()[0])
-    (tmp_path / "a/trusted").chmod(mode)
+    if mode is not None:
+        (tmp_path / folder).chmod(mode)
+    elif os.geteuid() == 0:
+        os.chown(tmp_path / folder, 12345, -1)
+    else:
+        pytest.skip("only root can give a folder away")
     with pytest.raises(LinkError, match="chmod go-w") as caught:
         a.server_context()
     assert reason(caught) == "trust-exposed"
