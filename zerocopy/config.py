@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import socket
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_type_hints
 
@@ -33,6 +33,8 @@ ENV_PREFIX: Final = "ZC_"
 OTHER_VARIABLES: Final = frozenset({"ZC_CACHE", "ZC_CONFIG"})
 MAX_API_KEY_BYTES: Final = 1 << 16  # of the whole file
 MAX_TENANT: Final = 64
+# What msgspec calls them, and what people write.
+_KINDS: Final = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
 MAX_CONTEXT: Final = 1 << 22  # tokens; the engine's adapter takes no more
 
 
@@ -286,7 +288,6 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_key_file: Annotated[
         Path | None, _setting("Security", "File with a line KEY, and lines TENANT KEY.", metavar="FILE", default="none")
     ] = None
-
     api_keys: Annotated[
         dict[str, str],
         _setting(
@@ -422,7 +423,8 @@ def _convert(setting: Setting, value: object, where: str) -> object:
             parsed = _tenant_keys(value)
         return msgspec.convert(parsed, setting.type, strict=strict, dec_hook=_path)
     except msgspec.ValidationError as error:
-        shown = "" if setting.name in ("api_key", "api_keys") else f", not {_shown(value)}"
+        given = value if isinstance(value, list | tuple) else [value]  # flags that may be repeated come as a list
+        shown = "" if setting.name in ("api_key", "api_keys") else f", not {', '.join(map(repr, given))}"
         raise ConfigError(f"{source}: expected {_wanted(setting, error)}{shown}") from error
 
 
@@ -440,15 +442,6 @@ def _wanted(setting: Setting, error: msgspec.ValidationError) -> str:
     return words
 
 
-# What msgspec calls them, and what people write.
-_KINDS: Final = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
-
-
-def _shown(value: object) -> str:
-    """As it was written: flags that may be repeated come as a list."""
-    return ", ".join(map(repr, value)) if isinstance(value, list | tuple) else repr(value)
-
-
 def literal_choices(setting: Setting) -> tuple[str, ...]:
     """The allowed words of a setting that has a fixed list of them, else nothing."""
     inner = setting.type.__origin__
@@ -462,35 +455,34 @@ def _path(kind: type, value: object) -> object:
 
 
 def _peers(value: object) -> dict[str, list[str]]:
-    """TOML: a table of an address or a list of them. Text: NAME=ADDR, many separated by commas or repeated flags."""
+    """TOML: a table of an address or a list of them."""
     if isinstance(value, dict):
         return {name: [at] if isinstance(at, str) else at for name, at in value.items()}
-    texts = value.split(",") if isinstance(value, str) else value
     peers: dict[str, list[str]] = {}
-    if not isinstance(texts, list | tuple):
-        raise msgspec.ValidationError("Expected a table of NAME = ADDRESS")
-    for text in texts:
-        name, equals, address = str(text).strip().partition("=")
-        if not (name and equals and address):
-            raise msgspec.ValidationError("Expected NAME=HOST:PORT")
+    for name, address in _named(value, "NAME = ADDRESS", "NAME=HOST:PORT"):
         peers.setdefault(name, []).append(address)
     return peers
 
 
 def _tenant_keys(value: object) -> dict[str, str]:
-    """TOML: a table. Text: TENANT=KEY, many separated by commas or repeated flags."""
+    """TOML: a table."""
     if isinstance(value, dict):
         return value
-    texts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple):
-        raise msgspec.ValidationError("Expected a table of TENANT = KEY")
     keys: dict[str, str] = {}
-    for text in texts:
-        tenant, equals, key = str(text).strip().partition("=")
-        if not (tenant and equals and key):
-            raise msgspec.ValidationError("Expected TENANT=KEY")
+    for tenant, key in _named(value, "TENANT = KEY", "TENANT=KEY"):
         _add_key(keys, tenant, key)
     return keys
+
+
+def _named(value: object, table: str, form: str) -> list[tuple[str, str]]:
+    """NAME=VALUE, many separated by commas or repeated flags."""
+    texts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple):
+        raise msgspec.ValidationError(f"Expected a table of {table}")
+    parts = [str(text).strip().partition("=") for text in texts]
+    if not all(map(all, parts)):
+        raise msgspec.ValidationError(f"Expected {form}")
+    return [(name, given) for name, _, given in parts]
 
 
 def _add_key(keys: dict[str, str], tenant: str, key: str) -> None:
@@ -510,12 +502,12 @@ def _complete(config: DaemonConfig) -> DaemonConfig:
     addresses = [("listen", config.listen), ("http", config.http)]
     addresses += [("advertise", config.advertise)] if config.advertise else []
     for name, many in config.peers.items():
-        _check_peer(name)
+        _check("peers", check_name, name)
         if not many:
             raise ConfigError(f'peer {name} has no address: write {name} = "HOST:PORT" under [peers]')
         addresses += [(f"peer {name}", split_scheme(address)[1]) for address in many]
     for name, address in addresses:
-        _check_address(name, address)
+        _check(name, parse, address)
     if config.page_tokens and config.chunk_tokens % config.page_tokens:
         raise ConfigError(
             f"page_tokens {config.page_tokens} does not divide chunk_tokens {config.chunk_tokens}: "
@@ -544,8 +536,7 @@ def _with_keys(config: DaemonConfig) -> DaemonConfig:
         config = msgspec.structs.replace(config, api_key=plain, api_keys=all_keys)
     keys = [*config.api_keys.values(), *([] if config.api_key is None else [config.api_key])]
     if not all(key.isascii() and key.isprintable() and key.strip() == key != "" for key in keys):
-        rule = "has to be printable ASCII, not empty, with no space before or after"
-        raise ConfigError(f"the API key {rule}: HTTP headers carry nothing else")
+        raise ConfigError("the API key has to be printable ASCII, not empty, no space around it: HTTP carries no other")
     if len(set(keys)) < len(keys):
         raise ConfigError("two tenants have the same API key: give each its own")
     if any(not 1 <= len(tenant) <= MAX_TENANT for tenant in config.api_keys):
@@ -553,18 +544,11 @@ def _with_keys(config: DaemonConfig) -> DaemonConfig:
     return config
 
 
-def _check_peer(name: str) -> None:
+def _check(where: str, check: Callable[[str], object], text: str) -> None:
     try:
-        check_name(name)
+        check(text)
     except LinkError as error:
-        raise ConfigError(f"peers: {error}") from error
-
-
-def _check_address(name: str, address: str) -> None:
-    try:
-        parse(address)
-    except LinkError as error:
-        raise ConfigError(f"{name}: {error}") from error
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _read_keys(path: Path) -> tuple[str | None, dict[str, str]]:
