@@ -12,9 +12,10 @@ import pytest
 
 from tests.cli.memory_watch import MemoryWatch
 from zerocopy.cli import bench_path, main
-from zerocopy.cli.bench_path import PathPlan, _hand_off, _pair, _passed, _processes, tail_figures
+from zerocopy.cli.bench_path import PathPlan, _hand_off, _pair, _passed, _processes, measure, tail_figures
 from zerocopy.cli.hosts import Hosts
 from zerocopy.cli.measuring import GIB
+from zerocopy.cli.screen import CliError
 from zerocopy.handoff.components import Component
 from zerocopy.runtime.synthetic import SUFFIX, Descriptor
 
@@ -41,6 +42,16 @@ def test_enough_handoffs_pass_the_bytes_that_were_asked_for() -> None:
 def test_throughput_counts_each_handoff_from_its_first_page_to_its_last() -> None:
     traces = [{"wire": [(1.0, 2.0, 10, KV), (1.5, 4.0, 20, KV)]}, {"wire": [(10.0, 11.0, 5, KV)]}]
     assert _passed(traces) == (35, 4.0)
+
+
+def test_pages_that_a_host_has_forgotten_are_said(tmp_path: Path) -> None:
+    """The run ended in a ValueError, after minutes."""
+    with pytest.raises(CliError, match=r"2 handoffs in pages so small .* raise --page-tokens"):
+        _passed([{"wire": []}, {"wire": [(10.0, 11.0, 5, KV)]}])
+    with pytest.raises(CliError, match="1 handoffs in pages so small"):
+        tail_figures({"marks": {"prefilled": 1.0}, "wire": []}, {}, 1.0, 0.0)
+    with pytest.raises(CliError, match="7 handoffs in pages so small"):
+        measure(PathPlan(page_tokens=32), tmp_path, lambda _: pytest.fail("nothing is to start"))
 
 
 def test_the_tails_model_is_what_was_left_over_bandwidth_and_two_round_trips_and_the_import_of_it() -> None:

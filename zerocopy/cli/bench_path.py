@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from zerocopy.cli import bench_link
 from zerocopy.cli.hosts import Host, Hosts
 from zerocopy.cli.measuring import GIB, gbps, median
 from zerocopy.cli.screen import CliError
-from zerocopy.daemon.trace import KEPT
+from zerocopy.daemon.trace import KEPT, KEPT_SPANS
 from zerocopy.handoff.components import Component, StateSchema
 from zerocopy.runtime.synthetic import GEOMETRIES, SUFFIX, Descriptor, GeometryName, state_schema, write_descriptor
 
@@ -108,6 +108,8 @@ def measure(plan: PathPlan, folder: Path, step: Callable[[str], None]) -> PathRe
     """Runs everything; `step` is told what begins, `PathPlan.steps` times."""
     if plan.handoffs > KEPT:
         raise CliError(f"{plan.handoffs} handoffs are more than a host remembers, {KEPT}: raise --prompt-tokens")
+    if plan.page_tokens and 2 * plan.handoffs * plan.prompt_tokens // plan.page_tokens > KEPT_SPANS:
+        raise CliError(_forgotten(plan.handoffs))  # a page is a span of the wire and one of the import
     passed = _pass(plan, folder, step)
     link = [median([getattr(row, field) for row in passed.links]) for field in ("gbps", "cpu_s_per_gib")]
     return PathReport(
@@ -197,12 +199,21 @@ def _hand_off(sink: Host, tokens: int) -> str:
 # -- throughput and memory ---------------------------------------------------------------------------------------------
 
 
-def _passed(traces: Iterable[Mapping[str, Any]]) -> tuple[int, float]:
+def _forgotten(handoffs: int) -> str:
+    return (
+        f"{handoffs} handoffs in pages so small have more of them than a host remembers, {KEPT_SPANS} spans: raise "
+        "--page-tokens or lower the state to pass"
+    )
+
+
+def _passed(traces: Sequence[Mapping[str, Any]]) -> tuple[int, float]:
     """(bytes, seconds) of all handoffs, each from its first page's beginning to its last page's landing: snapshot and
-    probe are in it, the queue and the request before are not."""
+    probe are in it, the queue and the request before are not. Raises CliError if the host has forgotten any of them."""
     nbytes, seconds = 0, 0.0
     for trace in traces:
         spans = trace["wire"]
+        if not spans:
+            raise CliError(_forgotten(len(traces)))
         nbytes += sum(span[2] for span in spans)
         seconds += max(span[1] for span in spans) - min(span[0] for span in spans)
     return nbytes, seconds
@@ -273,6 +284,8 @@ def tail_figures(there: Mapping[str, Any], here: Mapping[str, Any], path_gbps: f
     Bandwidth is what handoffs between the two reached just before, engine and checksums in the way: see decisions."""
     ended = there["marks"]["prefilled"]
     kv = [span for span in there["wire"] if span[3] in KV]
+    if not kv:
+        raise CliError(_forgotten(1))
     over = sum(span[2] for span in kv if span[1] <= ended)
     remaining = sum(span[2] for span in there["wire"] if span[1] > ended)
     import_s = sum(span[1] - max(span[0], ended) for span in here["imports"] if span[1] > ended)
