@@ -48,6 +48,8 @@ def beside(prefiller: Host, far: Host, near: Host, number: int, *, computed: boo
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(ask, far, SLOW, number)
         while not prefiller.status()["handoffs_out"]:
+            if slow.done():
+                raise SystemExit(f"the throttled request ended before it was handed over: {slow.result()}")
             time.sleep(0.01)
         if computed:
             wait_for_idle(psutil.Process(prefiller.status()["worker"]["pid"]))
