@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from transport.keys import KeyStore
+from transport.keys import trusting_pair
 from zerocopy.cli.ending import temporary_folder
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -47,11 +47,7 @@ def measure(link: str, congestion: str, rounds: int, seconds: float) -> dict[str
 def inside(rounds: int, seconds: float) -> None:
     """On neither host of the lab: the landing end goes to B, the sending one to A, which prints the report."""
     with temporary_folder("zc-lab-") as folder:
-        stores = {name: KeyStore(folder / name) for name in "ab"}
-        for name, store in stores.items():
-            store.new(name)
-        stores["a"].trust("b", stores["b"].show()[0])
-        stores["b"].trust("a", stores["a"].show()[0])
+        trusting_pair(folder, "a", "b")
         on = {host: ["ip", "netns", "exec", host, *BENCH, "--keys", f"{folder}/{host.lower()}"] for host in "AB"}
         landing = subprocess.Popen([*on["B"], "--listen", ADDRESS], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert landing.stdout is not None

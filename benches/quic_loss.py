@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import xxhash
 
-from transport.keys import KeyStore
+from transport.keys import KeyStore, trusting_pair
 from transport.link import Landing, Link, PageSink
 from transport.quic import QuicEndpoint
 from zerocopy.cli.ending import temporary_folder
@@ -153,7 +153,7 @@ def inside(rounds: int, seconds: float) -> None:
     """On neither host of the lab: prints the samples."""
     samples: dict[str, list[float]] = {"quic_bbr": [], "tcp_cubic": [], "tcp_bbr": []}
     with temporary_folder("zc-loss-") as folder:
-        make_keys(folder)
+        trusting_pair(folder, "a", "b")
         words = [sys.executable, "-m", "benches.quic_loss", "--folder", str(folder), "--seconds", str(seconds)]
         on = {host: ["ip", "netns", "exec", host, *words] for host in "AB"}
         receiver = subprocess.Popen([*on["B"], "--receive"], stdout=subprocess.PIPE, text=True)
@@ -168,14 +168,6 @@ def inside(rounds: int, seconds: float) -> None:
             receiver.kill()
             receiver.wait()
     print(json.dumps(samples))
-
-
-def make_keys(folder: Path) -> None:
-    stores = {name: KeyStore(folder / name) for name in "ab"}
-    for name, store in stores.items():
-        store.new(name)
-    stores["a"].trust("b", stores["b"].show()[0])
-    stores["b"].trust("a", stores["a"].show()[0])
 
 
 def measure(link: str, rounds: int, seconds: float) -> dict[str, Any]:

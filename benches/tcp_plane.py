@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import mmap
-import resource
 import shutil
 import statistics
 import subprocess
@@ -23,11 +22,12 @@ from typing import NamedTuple
 
 import uvloop
 
-from transport.keys import KeyStore
+from transport.keys import KeyStore, trusting_pair
 from transport.link import Landing, Link, PageSink
 from transport.tcp import TcpEndpoint
 from zerocopy.cli import iperf3
 from zerocopy.cli.ending import temporary_folder
+from zerocopy.cli.measuring import cpu_s
 
 LANDINGS = 32  # more than the sender ever has on its way
 IN_FLIGHT_BYTES = 32 << 20  # what a ring of that size lets the sender have on its way
@@ -36,11 +36,6 @@ IN_FLIGHT_BYTES = 32 << 20  # what a ring of that size lets the sender have on i
 class Row(NamedTuple):
     gbps: float
     cpu_s_per_gib: float
-
-
-def cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def mapped(size: int) -> memoryview:
@@ -157,14 +152,6 @@ def run_iperf3(total: int) -> Row | None:
     return Row(found.gbps, found.cpu_s_per_gib)
 
 
-def make_keys(directory: Path) -> None:
-    stores = {name: KeyStore(directory / name) for name in "ab"}
-    for name, store in stores.items():
-        store.new(name)
-    stores["a"].trust("b", stores["b"].show()[0])
-    stores["b"].trust("a", stores["a"].show()[0])
-
-
 def main() -> None:
     numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -181,7 +168,7 @@ def main() -> None:
     total, page = int(options.gib * (1 << 30)), int(options.page_mib * (1 << 20))
     rows: dict[str, list[Row]] = {}
     with temporary_folder("zc-plane-") as directory:
-        make_keys(directory)
+        trusting_pair(directory, "a", "b")
         for _ in range(options.rounds):
             if (row := run_iperf3(total)) is not None:
                 rows.setdefault("iperf3 -P1", []).append(row)

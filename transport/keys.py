@@ -211,6 +211,16 @@ class KeyStore:
         return files
 
 
+def trusting_pair(folder: Path, one: str, other: str) -> tuple[KeyStore, KeyStore]:
+    """New keys of two hosts that trust each other, each in the folder of its name: for both ends on one machine."""
+    stores = KeyStore(folder / one), KeyStore(folder / other)
+    for store, name in zip(stores, (one, other), strict=True):
+        store.new(name)
+    stores[0].trust(other, stores[1].show()[0])
+    stores[1].trust(one, stores[0].show()[0])
+    return stores
+
+
 def _self_signed(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
     """The subject is random: strangers see the server's certificate, and it must tell them nothing."""
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, secrets.token_hex(16))])

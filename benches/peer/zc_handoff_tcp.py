@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import uvloop
 from both_ends import MEMORY, Once, answer, memory, run, say
 
-from transport.keys import KeyStore
+from transport.keys import KeyStore, trusting_pair
 from transport.link import Landing, Link, PageSink
 from transport.tcp import TcpEndpoint
 
@@ -48,14 +48,10 @@ class Owner:
 
 def receive(block: int) -> NoReturn:
     folder, landed = Path(tempfile.mkdtemp()), memory(fill=False)
-    stores = {name: KeyStore(folder / name) for name in "ab"}
-    for name, store in stores.items():
-        store.new(name)
-    stores["a"].trust("b", stores["b"].show()[0])
-    stores["b"].trust("a", stores["a"].show()[0])
+    _, keys = trusting_pair(folder, "a", "b")
 
     async def serve() -> None:
-        endpoint = TcpEndpoint(stores["b"], Owner(landed))
+        endpoint = TcpEndpoint(keys, Owner(landed))
         say({"address": await endpoint.listen("127.0.0.1:0"), "folder": str(folder)})
         await asyncio.Event().wait()
 

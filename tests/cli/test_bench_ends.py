@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import uvloop
 
-from transport.keys import KeyStore
+from transport.keys import KeyStore, trusting_pair
 from transport.link import LinkError
 from transport.tcp import TcpEndpoint
 from transport.tcp_link import TcpLink
@@ -42,11 +42,7 @@ MEMORY = arena()
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("keys")
-    stores = {name: KeyStore(folder / name) for name in "ab"}
-    for name, store in stores.items():
-        store.new(name)
-    stores["a"].trust("b", stores["b"].show()[0])
-    stores["b"].trust("a", stores["a"].show()[0])
+    trusting_pair(folder, "a", "b")
     return folder
 
 

@@ -29,7 +29,7 @@ import uvloop
 
 from transport.address import Address, parse
 from transport.frames import MAX_RECORD, MIN_RECORD
-from transport.keys import KeyStore
+from transport.keys import KeyStore, trusting_pair
 from transport.link import Endpoint, Link, LinkError, LinkOwner
 from transport.quic_choice import INSTALL, BothEndpoints, built
 from transport.tcp import DEFAULT_RECORD_BYTES, TcpEndpoint, stream_count
@@ -524,11 +524,7 @@ def reachable_addresses(bound: Address) -> list[Address]:
 @contextlib.contextmanager
 def other_end_here(folder: Path) -> Iterator[Target]:
     """A listening process with keys of its own in `folder`; ended with the block."""
-    stores = {name: KeyStore(folder / name) for name in ("here", "there")}
-    for name, store in stores.items():
-        store.new(name)
-    for name, other in (("here", "there"), ("there", "here")):
-        stores[name].trust(other, stores[other].show()[0])
+    trusting_pair(folder, "here", "there")
     command = [sys.executable, "-m", "zerocopy", "bench", "link", "--listen", "127.0.0.1:0", "--keys"]
     child = subprocess.Popen(
         [*command, str(folder / "there"), "--with-parent"],
