@@ -22,6 +22,8 @@ from typing import Final
 import psutil
 
 PAGE: Final = mmap.PAGESIZE
+GROUPS: Final = Path("/sys/fs/cgroup")
+OWN_GROUP: Final = Path("/proc/self/cgroup")
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE, Linux 5.14; the mmap module does not name it yet
 
 
@@ -33,17 +35,24 @@ class NativeError(Exception):
         self.reason = reason
 
 
-def available_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+def available_bytes(groups: Path = GROUPS, own: Path = OWN_GROUP) -> int:
     """Memory that this process can still have: what the machine has left or, where that is less, its control group or
     one above it (cgroup v2). A container is such a group."""
     left = [int(psutil.virtual_memory().available)]
-    with contextlib.suppress(OSError, ValueError):
-        (name,) = (line[len("0::/") :] for line in own.read_text().splitlines() if line.startswith("0::/"))
-        group = groups / name
-        for each in (group, *group.parents[: len(Path(name).parts)]):
-            with contextlib.suppress(OSError, ValueError):  # the group's limit is "max", or this is the root
-                left.append(_left(each))
+    for group in control_groups(groups, own):
+        with contextlib.suppress(OSError, ValueError):  # the group's limit is "max", or this is the root
+            left.append(_left(group))
     return max(0, min(left))
+
+
+def control_groups(groups: Path, own: Path) -> list[Path]:
+    """This process's (cgroup v2) and those above it; none where the kernel has none."""
+    try:
+        (name,) = (line[len("0::/") :] for line in own.read_text().splitlines() if line.startswith("0::/"))
+    except (OSError, ValueError):
+        return []
+    group = groups / name
+    return [group, *group.parents[: len(Path(name).parts)]]
 
 
 def _left(group: Path) -> int:

@@ -22,7 +22,9 @@ ARROWS: Final[dict[str, tuple[str, ...]]] = {
     "transport": ("transport", "native"),
     "planner": ("planner",),
     "zerocopy.handoff": ("zerocopy.handoff",),
-    "zerocopy.runtime": ("zerocopy.runtime", "zerocopy.handoff.components", "zerocopy.handoff.errors"),
+    "zerocopy.runtime": (
+        "zerocopy.runtime", "zerocopy.handoff.components", "zerocopy.handoff.errors", "native.cores",
+    ),
     "zerocopy.worker": ("zerocopy.worker", "zerocopy.runtime", "zerocopy.handoff", "native"),
     "zerocopy.config": ("zerocopy.config", "transport", "native"),
     "zerocopy.daemon": (

@@ -7,7 +7,6 @@ because one connection has no more on its way than its socket buffers hold.
 
 from __future__ import annotations
 
-import os
 from typing import Final
 
 # Measured, in Gb/s: on 2 cores 26 with one stream, 23 with two; on 16 cores 22, 51, 60, 61 with one to four, 65 with
@@ -40,8 +39,3 @@ class StreamCount:
             f"a stream's buffers hold {self._window_bytes >> 20} MiB"
         )
         return True
-
-
-def usable_cores() -> int:
-    """Of this process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -11,12 +11,13 @@ import socket
 import ssl
 from typing import Final
 
+from native.cores import usable_cores
 from transport.address import SocketAddress, parse, resolve
 from transport.dial import dial
 from transport.frames import ID_BYTES, KEY_BYTES, MAGIC, MAX_RECORD, MIN_RECORD, OPENING, PREAMBLE, key_chains
 from transport.keys import KeyStore
 from transport.link import LinkError, LinkOwner, Timing, check_share
-from transport.streams import StreamCount, usable_cores
+from transport.streams import StreamCount
 from transport.tcp_bulk import SOCKET_BUFFER
 from transport.tcp_control import Control
 from transport.tcp_door import Door, DoorCounts, StrangerLimits

@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 import psutil
 
+from native.cores import usable_cores
 from zerocopy.handoff.components import Component, Identity, StateSchema
 from zerocopy.runtime.base import EngineError, EngineFacts
 from zerocopy.runtime.file_digest import file_sha256
@@ -246,8 +247,8 @@ def _rounded(tokens: int) -> int:
 
 
 def _physical_cores() -> int:
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(psutil.cpu_count(logical=False) or allowed, allowed)
+    usable = usable_cores()
+    return min(psutil.cpu_count(logical=False) or usable, usable)
 
 
 def _parts(path: Path, count: int) -> list[Path]:
