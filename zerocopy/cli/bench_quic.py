@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from native.build_quic import compiler_arguments, find_backend
+from zerocopy.cli.screen import CliError
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 AIOQUIC: Final = "aioquic"
@@ -90,14 +92,18 @@ class References:
         return None
 
     def _run(self, command: Sequence[str], name: str, timeout_s: float) -> subprocess.CompletedProcess[str] | None:
-        """None, and the reason in `absent`, if it had no end in time."""
+        """None, and the reason in `absent`, if it had no end in time. Raises CliError if it was told to end: so is this
+        bench, and what comes next would have to be told as well."""
         try:
-            return subprocess.run(
+            done = subprocess.run(
                 command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, env=self._environment
             )
         except subprocess.TimeoutExpired:
             self.absent[name] = f"no result within {timeout_s:g} s"
             return None
+        if done.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM):
+            raise CliError(f"{name} was told to end")
+        return done
 
 
 def _last_line(text: str) -> str:
