@@ -11,6 +11,7 @@ from typing import Any
 
 import gguf
 import msgspec
+import numpy as np
 import pytest
 
 from tests.runtime.conftest import TINY, ModelFile, OpenRuntime
@@ -20,6 +21,7 @@ from zerocopy.runtime import models
 from zerocopy.runtime.base import EngineError, EngineFacts
 from zerocopy.runtime.gguf_header import read_header
 from zerocopy.runtime.llama import calibrate, engine
+from zerocopy.runtime.llama import family as family_module
 from zerocopy.runtime.llama.context import Context
 from zerocopy.runtime.llama.engine import LlamaOptions, LlamaRuntime
 from zerocopy.runtime.llama.family import LAYOUTS, family_of
@@ -231,6 +233,37 @@ def test_an_mtp_head_nobody_has_certified_is_refused(architecture: str, heads: i
     with pytest.raises(EngineError, match="--mtp off") as error:
         LlamaRuntime(path, TINY)
     assert error.value.reason == "family"
+
+
+def test_a_model_whose_positions_depend_on_the_contexts_length_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S8. The engine has other factors in a long context: hosts of equal identity, and even exactness class, with
+    another n_ctx gave the same tokens other states."""
+
+    def longrope(model: Any) -> None:
+        original(model)
+        model._gguf.add_string("llama.rope.scaling.type", "longrope")
+        model.integers(rope__scaling__original_context_length=512)
+        model.exact("rope_factors_long.weight", np.full(16, 4.0, np.float32))
+        model.exact("rope_factors_short.weight", np.ones(16, np.float32))
+
+    original = models._BUILDERS["llama"]
+    monkeypatch.setitem(models._BUILDERS, "llama", longrope)
+    path = models.make("llama", tmp_path / "m.gguf")
+    with pytest.raises(EngineError, match="rope scaling longrope is not certified") as error:
+        LlamaRuntime(path, TINY)
+    assert error.value.reason == "family"
+    monkeypatch.setattr(family_module, "ROPE_SCALINGS", ("longrope",))
+    identities, logits = [], []
+    for n_ctx in (256, 1024):
+        runtime = LlamaRuntime(path, changed(n_ctx=n_ctx))
+        lane = runtime.open_lane()
+        prefill(lane, runtime.facts, prompt(runtime.facts, 60))
+        logits.append(lane.evaluate(1, 60).copy())
+        identities.append(runtime.facts.identity)
+        runtime.close()
+    assert identities[0] == identities[1] and not np.allclose(*logits, atol=0.1), "this is why"
 
 
 def test_every_certified_architecture_has_a_tiny_model_and_so_tests() -> None:

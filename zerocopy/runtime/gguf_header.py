@@ -32,6 +32,7 @@ class GgufHeader(msgspec.Struct, frozen=True):
     name: str
     chat_template: str | None
     mtp_layers: int
+    rope_scaling: str
     parts: int  # files that the weights are split into; this is the first
     tokenizer: str  # sha256 over all tokenizer metadata but chat templates, which only shape text
 
@@ -71,6 +72,7 @@ class _Reader:
             name=self._name(values, "general.name"),
             chat_template=self._text(values, _TEMPLATE),
             mtp_layers=self._integer(values, f"{architecture}.nextn_predict_layers"),
+            rope_scaling=self._name(values, f"{architecture}.rope.scaling.type") or "none",
             parts=self._integer(values, "split.count") or 1,
             tokenizer=self._tokenizer(values),
         )

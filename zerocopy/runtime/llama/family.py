@@ -33,6 +33,11 @@ LAYOUTS: Final = {
 }
 
 
+# Not "longrope": the engine has other factors in a context longer than the one the model was made for, so two hosts of
+# one identity but another n_ctx would give positions another meaning.
+ROPE_SCALINGS: Final = ("none", "linear", "yarn")
+
+
 class Family(msgspec.Struct, frozen=True):
     name: str  # "nemotron_h_moe+mtp"
     layout: Layout
@@ -47,6 +52,12 @@ def family_of(header: GgufHeader, *, mtp: bool) -> Family:
             "family",
             f"architecture {header.architecture or 'unknown'} is not certified for exact handoff; "
             f"certified are {', '.join(LAYOUTS)}",
+        )
+    if header.rope_scaling not in ROPE_SCALINGS:
+        raise EngineError(
+            "family",
+            f"{header.architecture} with rope scaling {header.rope_scaling} is not certified for exact handoff: its "
+            f"state may depend on the context's length; certified are {', '.join(ROPE_SCALINGS)}",
         )
     tracked = mtp and header.mtp_layers > 0
     if tracked and (header.mtp_layers > 1 or not layout.mtp):
