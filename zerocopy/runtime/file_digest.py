@@ -1,4 +1,4 @@
-"""sha256 of large files, remembered by path, size and modification time so that a model is hashed once.
+"""sha256 of large files, remembered by path, size and times so that a model is hashed once.
 
 Owns one small JSON file under the cache directory ($ZC_CACHE, else ~/.cache/zc-handoff), bounded to 64 entries. It
 holds names and digests of weights and engine files only, never anything of a request.
@@ -24,11 +24,17 @@ def cache_directory() -> Path:
     return Path(configured) if configured else Path.home() / ".cache" / "zc-handoff"
 
 
+def written(path: Path) -> tuple[int, int, int]:
+    """What tells one state of a file from another. Size and mtime alone do not: two models of one shape have one size,
+    and `cp -p`, `rsync -t` and `tar` set the mtime. Raises OSError."""
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
 def file_sha256(path: Path) -> str:
-    """Hex sha256. A file whose size or mtime changed is hashed again; an unreadable cache only costs time."""
+    """Hex sha256. A file that was written or replaced is hashed again; an unreadable cache only costs time."""
     resolved = path.resolve()
-    stat = resolved.stat()
-    key = f"{resolved}|{stat.st_size}|{stat.st_mtime_ns}"
+    key = "|".join(map(str, (resolved, *written(resolved))))
     store = cache_directory() / "sha256.json"
     known = _load(store)
     if key in known:

@@ -18,7 +18,7 @@ import psutil
 from native.cores import usable_cores
 from zerocopy.handoff.components import Component, Identity, StateSchema
 from zerocopy.runtime.base import EngineError, EngineFacts
-from zerocopy.runtime.file_digest import file_sha256
+from zerocopy.runtime.file_digest import file_sha256, written
 from zerocopy.runtime.gguf_header import GgufHeader, read_header
 from zerocopy.runtime.llama.abi import BLOB_FORMAT, PACKAGE, PACKAGE_VERSION, Library, open_library
 from zerocopy.runtime.llama.calibrate import measure
@@ -72,7 +72,7 @@ class LlamaRuntime:
             context = _context_options(options)
             self._lane_model = measure(self._library, self._model, family, context)
             self.facts = self._facts(path, header, options)
-            if any(_written(part) != written for part, written in before.items()):
+            if any(_written(part) != then for part, then in before.items()):
                 raise EngineError(
                     "model-changed",
                     f"{path} changed while it was loaded, so its digest is not of what the engine has: start again "
@@ -273,12 +273,11 @@ def _weights(parts: Sequence[Path]) -> str:
 
 
 def _written(path: Path) -> tuple[int, int, int]:
-    """What tells one state of a file from another. Raises EngineError `model-file`."""
+    """Raises EngineError `model-file`."""
     try:
-        stat = path.stat()
+        return written(path)
     except OSError as error:
         raise EngineError("model-file", f"cannot read model {path}: {error.strerror or error}") from error
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _load(library: Library, path: Path, *, load_mtp: bool) -> Any:
