@@ -20,7 +20,7 @@ from zerocopy.runtime.base import EngineError, Output, Row
 from zerocopy.runtime.llama.engine import LlamaRuntime
 from zerocopy.runtime.llama.pool import LlamaPool
 from zerocopy.worker import protocol as p
-from zerocopy.worker.loop import Worker, _pieces
+from zerocopy.worker.loop import Worker
 from zerocopy.worker.sampling import Sampling
 from zerocopy.worker.scheduler import QUIET_COPY_S
 
@@ -534,31 +534,35 @@ def test_a_page_too_large_for_the_ring_fails_its_job_and_not_the_worker(daemon: 
     assert host.hear(p.Generated, 2).completion_tokens == 300
 
 
-def test_text_that_cannot_be_tokenized_fails_its_request_and_not_the_worker(
+def test_a_long_text_holds_up_no_token_and_its_answer_no_engine_call(
     daemon: Open, runtime_of: Callable[[str], LlamaRuntime], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(text: str, **_: bool) -> list[int]:
-        raise EngineError("tokenize", "text of 1 bytes does not fit 0 tokens")
+    """Q1: texts are turned into tokens beside the engine."""
+    runtime, begun, go, told = runtime_of("llama"), threading.Event(), threading.Event(), threading.Event()
+    tokenize = runtime.tokenize
 
-    monkeypatch.setattr(runtime_of("llama"), "tokenize", refuse)
+    def slow(text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        begun.set()
+        assert go.wait(TIMEOUT_S)
+        return tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    monkeypatch.setattr(runtime, "tokenize", slow)
     host = daemon()
-    host.send(p.Tokenize(1, "x", add_special=True, parse_special=False))
-    assert host.hear(p.Failed, 1).reason == "tokenize"
+    host.send(p.Tokenize(1, "abc", add_special=True, parse_special=False))
+    assert begun.wait(TIMEOUT_S)
     host.generate(2, prompt(40))
     host.hear(p.Generated, 2)
+    assert not host.order(p.Tokenized)
 
+    def during_a_call() -> None:
+        go.set()
+        assert told.wait(TIMEOUT_S), "the answer waits for the engine"
 
-def test_parts_of_a_text_that_are_literal_are_tokenized_apart() -> None:
-    text = "<a>user <a><b> says<b>"
-    message = p.Tokenize(1, text, add_special=False, parse_special=True, literal=((8, 14),))
-    assert list(_pieces(message)) == [("<a>user ", True), ("<a><b>", False), (" says<b>", True)]
-    assert list(_pieces(msgspec.structs.replace(message, literal=()))) == [(text, True)]
-    ends = msgspec.structs.replace(message, literal=((0, 3), (19, 22)))
-    assert list(_pieces(ends)) == [("<a>", False), (text[3:19], True), ("<b>", False)]
-    assert list(_pieces(p.Tokenize(1, "", add_special=True, parse_special=False))) == [("", False)]
-
-
-# -- the end
+    recorded(host, 1, during_a_call)
+    host.generate(3, prompt(40), lane=1)
+    assert host.hear(p.Tokenized, 1).tokens == tokenize("abc", add_special=True, parse_special=False)
+    told.set()
+    host.hear(p.Generated, 3)
 
 
 def test_a_worker_gives_a_sign_of_life_between_engine_calls(daemon: Open) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -78,6 +79,42 @@ def test_messages_sent_together_leave_at_the_end_in_order_even_if_something_fail
     assert ends.daemon.recv(4096) == p.encode(first) + p.encode(second)
     ends.worker.send(after)
     assert ends.daemon.recv(4096) == p.encode(after)
+
+
+def test_frames_of_two_threads_are_not_mixed(ends: Ends) -> None:
+    """Each is larger than the socket takes at once."""
+    many = list(range(100_000))
+
+    def gathered() -> None:
+        for _ in range(20):
+            with ends.worker.together():
+                ends.worker.send(p.Tokenized(1, many))
+            ends.worker.send(p.Tokenized(1, many))
+
+    threads = [
+        threading.Thread(target=gathered),
+        threading.Thread(target=lambda: [ends.worker.send_at_once(p.Tokenized(2, many)) for _ in range(40)]),
+    ]
+    for thread in threads:
+        thread.start()
+    frames, jobs = p.Frames(), list[int]()
+    ends.daemon.settimeout(20)
+    while len(jobs) < 80:
+        for body in frames.feed(ends.daemon.recv(1 << 20)):
+            message = p.decode_to_daemon(body)
+            assert isinstance(message, p.Tokenized) and message.tokens == many
+            jobs.append(message.job)
+    for thread in threads:
+        thread.join()
+    assert jobs.count(1) == jobs.count(2) == 40
+
+
+def test_what_another_thread_sends_does_not_wait_for_what_is_gathered(ends: Ends) -> None:
+    with ends.worker.together():
+        ends.worker.send(p.Pong())
+        ends.worker.send_at_once(p.Dropped(7))
+        ends.daemon.settimeout(20)
+        assert ends.daemon.recv(1 << 16) == p.encode(p.Dropped(7))
 
 
 def test_half_a_frame_is_no_message(ends: Ends) -> None:

@@ -23,6 +23,7 @@ from zerocopy.worker import protocol as p
 from zerocopy.worker.decode_job import DecodeJob
 from zerocopy.worker.prefill_job import PrefillJob
 from zerocopy.worker.scheduler import Scheduler, Waiting, copy_seconds
+from zerocopy.worker.tokenizing import Tokenizing
 
 # A doorbell wakes the loop; this bound only limits how long a lost peer process could go unnoticed.
 IDLE_WAIT_S: Final = 1.0
@@ -88,11 +89,15 @@ class Worker:
         self._selector.register(sock, selectors.EVENT_READ, None)
         self._turn = 0
         self._running = True
+        self._tokenizing = Tokenizing(runtime, sock.send_at_once)
 
     def run(self) -> None:
-        while self._running:
-            busy = self._iterate()
-            self._wait(0.0 if busy else IDLE_WAIT_S)
+        try:
+            while self._running:
+                busy = self._iterate()
+                self._wait(0.0 if busy else IDLE_WAIT_S)
+        finally:
+            self._tokenizing.close()
 
     # -- iterations ----------------------------------------------------------------------------------------
 
@@ -171,7 +176,7 @@ class Worker:
             case p.Attach():
                 self._attach(message)
             case p.Tokenize():
-                self._tokenize(message)
+                self._tokenizing.ask(message)
             case p.Prefill() | p.Generate():
                 self._open(message)
             case p.Release():
@@ -182,18 +187,6 @@ class Worker:
                 self._sock.send(p.Pong())
             case p.Shutdown():
                 self._running = False
-
-    def _tokenize(self, message: p.Tokenize) -> None:
-        try:
-            tokens = [
-                token
-                for text, parsed in _pieces(message)
-                for token in self._runtime.tokenize(text, add_special=message.add_special, parse_special=parsed)
-            ]
-        except EngineError as error:
-            self._sock.send(p.Failed(message.job, error.reason, str(error)))
-        else:
-            self._sock.send(p.Tokenized(message.job, tokens))
 
     def _attach(self, message: p.Attach) -> None:
         take = self._sock.take_fd
@@ -248,15 +241,3 @@ class Worker:
             return PrefillJob(message, lane, self._runtime.facts, rings[message.ring], slab, self._sock.send)
         ring = None if message.ring is None else rings[message.ring]
         return DecodeJob(message, self._runtime, pool, ring, slab, self._sock.send)
-
-
-def _pieces(message: p.Tokenize) -> Iterator[tuple[str, bool]]:
-    """The text in order, and of each piece whether control tokens in it are parsed."""
-    at = 0
-    for start, end in message.literal:
-        if at < start:
-            yield message.text[at:start], message.parse_special
-        yield message.text[start:end], False
-        at = end
-    if at < len(message.text) or not message.literal:
-        yield message.text[at:], message.parse_special

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import array
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, Literal
@@ -300,12 +301,13 @@ class Frames:
 
 
 class WorkerSocket:
-    """The worker's end: blocking, on the engine thread, with descriptors collected as they come."""
+    """The worker's end: blocking, on the engine thread except `send_at_once`; collects descriptors as they come."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._frames = Frames()
         self._gathered: bytearray | None = None
+        self._writing = threading.Lock()
         self._fds: list[int] = []
 
     def fileno(self) -> int:
@@ -313,9 +315,13 @@ class WorkerSocket:
 
     def send(self, message: ToDaemon) -> None:
         if self._gathered is None:
-            self._sock.sendall(encode(message))
+            self._write(encode(message))
         else:
             self._gathered += encode(message)
+
+    def send_at_once(self, message: ToDaemon) -> None:
+        """From any thread."""
+        self._write(encode(message))
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -326,7 +332,7 @@ class WorkerSocket:
         finally:
             gathered, self._gathered = self._gathered, None
             if gathered:
-                self._sock.sendall(gathered)
+                self._write(gathered)
 
     def receive(self) -> list[ToWorker]:
         """Every whole message that is here, after one blocking read. Raises EOFError when the daemon is gone."""
@@ -343,6 +349,10 @@ class WorkerSocket:
         if not self._fds:
             raise ProtocolError("a descriptor was announced but did not come")
         return self._fds.pop(0)
+
+    def _write(self, frames: bytes | bytearray) -> None:
+        with self._writing:  # a large frame leaves in several writes
+            self._sock.sendall(frames)
 
     def _read(self) -> bytes:
         size = array.array("i").itemsize
