@@ -150,7 +150,7 @@ def test_both_hosts_say_that_they_serve(pair: Pair) -> None:
 
 def test_a_prompt_of_one_token_has_no_state_to_hand_over(pair: Pair) -> None:
     denied = ask(pair.decoder, [5], "disaggregated")
-    assert denied.status == 503 and "no state to hand off" in denied.body["error"]["message"]
+    assert denied.status == 400 and "no state to hand off" in denied.body["error"]["message"]
     allowed = ask(pair.decoder, [5], "disaggregated", fallback="allow")
     assert text_of(allowed) == text_of(ask(pair.decoder, [5], "local"))
     assert allowed.headers["x-zc-placement"] == "local"
