@@ -104,11 +104,15 @@ def test_a_daemon_that_is_gone_ends_the_thread_in_silence(
     raised = list[object]()
     monkeypatch.setattr(threading, "excepthook", raised.append)
 
+    sent = threading.Event()
+
     def gone(message: p.ToDaemon) -> None:
+        sent.set()
         raise BrokenPipeError
 
     thread = Tokenizing(runtime_of("llama"), gone)
     thread.ask(p.Tokenize(1, "a", add_special=True, parse_special=False))
+    assert sent.wait(TIMEOUT_S)
     thread.close()
     assert not raised
 
