@@ -154,12 +154,11 @@ def test_only_a_whole_chunk_alone_at_its_beginning_says_what_one_takes() -> None
 
 def test_calls_of_few_tokens_and_clocks_that_stand_still_change_nothing() -> None:
     prompt = Waiting(1, 1, CHUNK, CHUNK)
-    for tokens, seconds in ((0, 0.5), (1, 0.5), (CHUNK // 8, 0.5), (CHUNK, 0.0)):
+    for tokens, seconds in ((1, 0.5), (CHUNK // 8, 0.5), (CHUNK, 0.0)):
         scheduler = Scheduler(CHUNK)
         calls(scheduler, 1, cells=0, beside=0, count=1)
         scheduler.took(seconds, tokens, beside=7, beginning=False)
         assert scheduler.slices([prompt], generating=7) == [(1, CHUNK - 7)], (tokens, seconds)
-    Scheduler(4).took(0.5, 0, beside=9, beginning=False)  # no prompt in a call of more sequences than the budget
 
 
 def test_copying_takes_a_share_of_a_gap_while_somebody_waits_for_tokens() -> None:

@@ -121,12 +121,13 @@ class Worker:
         began, outputs = time.monotonic(), list[Output]()
         with self._guard(station, *(job for job, _ in batch)):
             outputs = station.pool.evaluate([row for _, row in batch])
-            station.scheduler.took(
-                time.monotonic() - began,
-                sum(len(row.tokens) for row in prompts),
-                beside=len(batch) - len(prompts),
-                beginning=[row.start for row in prompts] == [0],
-            )
+            if prompts:
+                station.scheduler.took(
+                    time.monotonic() - began,
+                    sum(len(row.tokens) for row in prompts),
+                    beside=len(batch) - len(prompts),
+                    beginning=[row.start for row in prompts] == [0],
+                )
         with self._sock.together():
             for (job, row), output in zip(batch, outputs, strict=False):  # no outputs when the call failed
                 with self._guard(station, job):

@@ -72,7 +72,7 @@ class Scheduler:
     def took(self, seconds: float, tokens: int, *, beside: int, beginning: bool) -> None:
         """What an engine call took with so many tokens of prompts beside so many sequences that generate; `beginning`:
         all of one prompt's, from its first. Calls of few tokens say little: much does not depend on these."""
-        if not tokens or tokens < MIN_SHARE * self._budget - beside:
+        if tokens < MIN_SHARE * self._budget - beside:
             return
         token_s = max(seconds, 1e-9) / tokens
         if beside and self._lone_token_s is not None:

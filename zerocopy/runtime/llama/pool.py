@@ -103,8 +103,10 @@ class LlamaPool:
         used = self._used()
         held = sum(lane.cells for lane in used)
         ended = self._taken - held - self._ahead.reserved
+        if ended <= _FEW_CELLS:
+            return False
         moved = held * self._cell_bytes + len(used) * self.model.schema.snapshot_bytes()
-        return ended > _FEW_CELLS and ended * self._cell_bytes * tokens > moved * _MOVING
+        return ended * self._cell_bytes * tokens > moved * _MOVING
 
     def take_cells(self, count: int) -> None:
         if self._taken + count > self.model.options.cells:
