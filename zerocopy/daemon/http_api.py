@@ -317,27 +317,60 @@ async def _stream(
         "X-Accel-Buffering": "no",
     }
     response = web.StreamResponse(headers=headers | _placement_headers(started))
-    try:
-        await response.prepare(request)
-        await _relay(response, answer, events, choices, with_usage)
-    except RequestError as error:
-        await _send_last(response, error)
-    except ConnectionError:
-        pass  # the client is gone: nobody is left to tell, and leaving closes the iterator
-    except Exception:
-        logging.getLogger(__name__).exception("stream failed by a bug")
-        await _send_last(response, _bug())
+    with _EventStream(request, response) as stream:
+        try:
+            await response.prepare(request)
+            await _relay(stream, answer, events, choices, with_usage)
+        except RequestError as error:
+            await stream.send_last(error)
+        except ConnectionError:
+            pass  # the client is gone: nobody is left to tell, and leaving closes the iterator
+        except Exception:
+            logging.getLogger(__name__).exception("stream failed by a bug")
+            await stream.send_last(_bug())
     return response
 
 
-async def _send_last(response: web.StreamResponse, error: RequestError) -> None:
-    """Why the stream ends, unless the client is gone."""
-    with contextlib.suppress(ConnectionError):
-        await _send(response, schema.error_body(error))
+class _EventStream:
+    """Server-Sent Events to one client, which is cut off when one of them waits for it for `STALLED_S`. One timer
+    watches all: one for each was a fifth of what a token cost the daemon."""
+
+    def __init__(self, request: web.Request, response: web.StreamResponse) -> None:
+        self._request = request
+        self._response = response
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None  # the event that waits was given to the client, by the loop's clock
+
+    def __enter__(self) -> _EventStream:
+        self._timer = self._loop.call_later(STALLED_S, self._look)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    async def send(self, data: bytes) -> None:
+        self._since = self._loop.time()
+        await self._response.write(b"data: " + data + b"\n\n")
+        self._since = None
+
+    async def send_last(self, error: RequestError) -> None:
+        """Why the stream ends, unless the client is gone."""
+        with contextlib.suppress(ConnectionError):
+            await self.send(msgspec.json.encode(schema.error_body(error)))
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        cut_at = STALLED_S + (now if self._since is None else self._since)
+        if cut_at > now:
+            self._timer = self._loop.call_at(cut_at, self._look)
+            return
+        log_event("client stopped reading: request cancelled", level=logging.WARNING, seconds=STALLED_S)
+        if self._request.transport is not None:
+            self._request.transport.abort()  # which cancels the request, as when a client leaves
 
 
 async def _relay(
-    response: web.StreamResponse,
+    stream: _EventStream,
     answer: Answer,
     events: AsyncIterator[tuple[int, Event]],
     choices: Sequence[Choice],
@@ -346,31 +379,20 @@ async def _relay(
     """To the end of the iterator, not only to the last `Finished`: leaving early would be cancelling."""
     for index in range(len(choices)):
         if (opening := answer.opening(index)) is not None:
-            await _send(response, opening)
+            await stream.send(msgspec.json.encode(opening))
     finished, offsets = dict[int, Finished](), [0] * len(choices)  # tokens' characters: text may be held back
     async for index, event in events:
         if isinstance(event, Delta) and (event.text or event.logprob):
-            await _send(response, answer.piece(index, event.text, event.logprob, offsets[index]))
+            await stream.send(msgspec.json.encode(answer.piece(index, event.text, event.logprob, offsets[index])))
             offsets[index] += len(shown(event.logprob.text)) if event.logprob else 0
         elif isinstance(event, Finished):
             finished[index] = event
-            await _send(response, answer.closing(index, event))
+            await stream.send(msgspec.json.encode(answer.closing(index, event)))
     if len(finished) < len(choices):
         raise _unfinished()
     if with_usage:
-        await _send(response, answer.usage(list(finished.values())))
-    await _send(response, None)
-
-
-async def _send(response: web.StreamResponse, chunk: Mapping[str, Any] | None) -> None:
-    """One event; None is the end mark."""
-    data = b"[DONE]" if chunk is None else msgspec.json.encode(chunk)
-    try:
-        async with asyncio.timeout(STALLED_S):
-            await response.write(b"data: " + data + b"\n\n")
-    except TimeoutError:
-        log_event("client stopped reading: request cancelled", level=logging.WARNING, seconds=STALLED_S)
-        raise ConnectionResetError("client stopped reading") from None
+        await stream.send(msgspec.json.encode(answer.usage(list(finished.values()))))
+    await stream.send(b"[DONE]")
 
 
 def _model(name: str) -> dict[str, Any]:
