@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tests.runtime.conftest import TINY, OpenRuntime
 from tests.runtime.handover import KEY, Refusing, bits, export_state, greedy, import_state, prefill, prompt, same
 from zerocopy.runtime import models
-from zerocopy.runtime.base import EngineError, Row
+from zerocopy.runtime.base import EngineError, Output, Row
 from zerocopy.runtime.llama import lane as lane_module
 from zerocopy.runtime.llama.context import FIRST_LIVE_SEQUENCE, PROBE_SEQUENCE, Run
 from zerocopy.runtime.llama.engine import LlamaOptions, LlamaRuntime
@@ -130,6 +130,28 @@ def test_sequences_that_come_and_go_leave_the_others_cells_in_token_order(
             assert same([probed], [bits(lone, lone.evaluate(7, len(tokens[oldest])))])
 
 
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_a_row_that_its_lane_refuses_is_answered_with_why_and_takes_no_part(
+    family: str, open_runtime: OpenRuntime
+) -> None:
+    runtime = open_runtime(family, FOUR)
+    pool, lone, lengths = runtime.open_pool(), runtime.open_pool(), (40, 50, 60, 70)
+    for each in (pool, lone):
+        for n, length in enumerate(lengths):
+            filled(each, runtime, n, length)
+    wrong = {1: Row(pool.lane(1), [5], 51), 2: Row(pool.lane(2), [runtime.facts.n_vocab], 60)}
+    answers = pool.evaluate([wrong.get(n, Row(pool.lane(n), [5], lengths[n])) for n in range(4)])
+    assert [getattr(answers[n], "reason", None) for n in range(4)] == [None, "state-incomplete", "token-range", None]
+    expected = lone.evaluate([Row(lone.lane(n), [5], lengths[n]) for n in (0, 3)])
+    for mine, theirs in zip((answers[0], answers[3]), expected, strict=True):
+        assert np.array_equal(mine.logits, theirs.logits)
+    for each in (pool, lone):
+        assert all(
+            isinstance(one, Output) for one in each.evaluate([Row(each.lane(n), [6], lengths[n]) for n in (1, 2)])
+        )
+    assert all(pool.lane(n).state_digests(KEY) == lone.lane(n).state_digests(KEY) for n in range(4))
+
+
 @pytest.mark.parametrize("family", ["llama", "nemotron_h_moe+mtp"])
 def test_after_a_call_that_failed_the_others_go_on_in_token_order(family: str, open_runtime: OpenRuntime) -> None:
     """Cells are taken behind the pool's back, so that the engine has none left for a slice: the call fails and its
@@ -175,7 +197,7 @@ def test_what_is_moved_to_other_cells_is_wiped_even_if_the_engine_does_not_take_
     assert len(rooms) > 1 and not any(any(view) for view in rooms)
     if "set" in function:
         with pytest.raises(EngineError) as refused:
-            lanes[-1].check([1], 40)
+            lanes[-1].evaluate(1, 40)
         assert refused.value.reason == "state-incomplete"
     for lane in lanes:
         lane.clear()
@@ -317,15 +339,11 @@ def test_all_cells_can_be_used_however_they_were_left(family: str, open_runtime:
         assert [pool.lane(each).positions().target for each in range(4)] == [lengths[each] - 1 for each in range(4)]
 
 
-def test_a_row_that_may_not_follow_stops_the_batch_before_the_engine(open_runtime: OpenRuntime) -> None:
+def test_a_row_of_another_context_stops_the_batch_before_the_engine(open_runtime: OpenRuntime) -> None:
     runtime = open_runtime("llama", FOUR)
     pool = runtime.open_pool()
-    a, b = filled(pool, runtime, 0, 40), filled(pool, runtime, 1, 50)
-    for wrong, reason in ((Row(b, [1], 51), "state-incomplete"), (Row(b, [999], 50), "token-range")):
-        with pytest.raises(EngineError) as error:
-            pool.evaluate([Row(a, [1], 40), wrong])
-        assert error.value.reason == reason
+    lane = filled(pool, runtime, 0, 40)
     with pytest.raises(EngineError) as error:
-        pool.evaluate([Row(runtime.open_lane(), [1], 0)])
+        pool.evaluate([Row(lane, [1], 40), Row(runtime.open_lane(), [1], 0)])
     assert error.value.reason == "lane"
-    pool.evaluate([Row(a, [1], 40), Row(b, [1], 50)])
+    assert lane.positions().target == 39

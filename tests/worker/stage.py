@@ -11,7 +11,7 @@ import msgspec
 from native.ring import Ring
 from native.slab import Slab
 from zerocopy.handoff.components import HEADER_BYTES, Component, PageHeader, page_checksum
-from zerocopy.runtime.base import Pool
+from zerocopy.runtime.base import EngineError, Pool
 from zerocopy.runtime.llama.engine import LlamaRuntime
 from zerocopy.runtime.pages import most_page_bytes
 from zerocopy.worker import protocol as p
@@ -161,8 +161,10 @@ def step(job: PrefillJob | DecodeJob) -> bool:
     row = job.wanted()
     if row is None:
         return False
-    (output,) = row.lane.pool.evaluate([row])  # type: ignore[attr-defined]
-    job.evaluated(len(row.tokens), output, 0.0)
+    (answer,) = row.lane.pool.evaluate([row])  # type: ignore[attr-defined]
+    if isinstance(answer, EngineError):
+        raise answer
+    job.evaluated(len(row.tokens), answer, 0.0)
     return not job.finished
 
 

@@ -219,11 +219,11 @@ def recorded(host: Daemon, number: int, then: Callable[[], None]) -> list[list[i
     (pool,) = host.pools[:1]
     evaluate = pool.evaluate
 
-    def recording(rows: Sequence[Row]) -> list[Output]:
+    def recording(rows: Sequence[Row]) -> list[Output | EngineError]:
         calls.append([len(row.tokens) for row in rows])
         if len(calls) == number:
             then()
-        outputs: list[Output] = evaluate(rows)
+        outputs: list[Output | EngineError] = evaluate(rows)
         return outputs
 
     pool.evaluate = recording
@@ -257,12 +257,12 @@ def test_prompts_beside_those_who_generate_are_cut_to_what_takes_a_lone_chunks_t
     (pool,) = host.pools[:1]
     evaluate = pool.evaluate
 
-    def slow(rows: Sequence[Row]) -> list[Output]:
+    def slow(rows: Sequence[Row]) -> list[Output | EngineError]:
         calls.append([len(row.tokens) for row in rows])
         if len(calls) == 2:
             host.generate(2, prompt(400), lane=1)
         began = time.monotonic()
-        outputs: list[Output] = evaluate(rows)
+        outputs: list[Output | EngineError] = evaluate(rows)
         if len(rows) > 1:
             time.sleep(100 * (time.monotonic() - began))
         return outputs

@@ -86,9 +86,6 @@ class Output(msgspec.Struct, frozen=True):
 class Lane(Protocol):
     """One live sequence. `clear` before a new one."""
 
-    def check(self, tokens: Sequence[int], start: int) -> None:
-        """Raise EngineError unless the whole state stands at `start` and these tokens may be evaluated next."""
-
     def prefill(self, tokens: Sequence[int], start: int) -> None:
         """Evaluate one chunk of at most `chunk_tokens` tokens at positions start, start+1, ... ; MTP follows."""
 
@@ -134,9 +131,10 @@ class Pool(Protocol):
 
     def lane(self, number: int) -> Lane: ...
 
-    def evaluate(self, rows: Sequence[Row]) -> list[Output]:
+    def evaluate(self, rows: Sequence[Row]) -> list[Output | EngineError]:
         """One engine call for all rows, at most one row a lane, at most `chunk_tokens` tokens beside one for every
-        lane. After an error in the engine every lane of the batch must be cleared; `Lane.check` first."""
+        lane. A row whose lane does not stand at its start is not in it: it has its error in place of its output.
+        Raises EngineError when the engine fails: then every lane of the batch must be cleared."""
 
     def reset_counters(self) -> None: ...
 

@@ -207,12 +207,13 @@ class SyntheticPool:
     def lane(self, number: int) -> SyntheticLane:
         return self._lanes[number]
 
-    def evaluate(self, rows: Sequence[Row]) -> list[Output]:
+    def evaluate(self, rows: Sequence[Row]) -> list[Output | EngineError]:
         began = time.monotonic()
         lanes = [next(lane for lane in self._lanes if lane is row.lane) for row in rows]
+        answers: list[Output | EngineError] = []
         for lane, row in zip(lanes, rows, strict=True):
-            lane.check(row.tokens, row.start)
-        outputs = [lane.append(row.tokens, row.start) for lane, row in zip(lanes, rows, strict=True)]
+            answers.append(lane.refusal(row.tokens, row.start) or lane.append(row.tokens, row.start))
+        rows = [row for row, answer in zip(rows, answers, strict=True) if isinstance(answer, Output)]
         total = sum(len(row.tokens) for row in rows)
         if total == 1:
             self._counters.single_tokens += 1
@@ -224,7 +225,7 @@ class SyntheticPool:
         self.work(
             "decode", int(any(len(row.tokens) == 1 for row in rows)), time.monotonic() if prompt_tokens else began
         )
-        return outputs
+        return answers
 
     def work(self, kind: str, tokens: int, began: float) -> None:
         """Take the time that so many tokens take at the set speed."""
@@ -260,25 +261,32 @@ class SyntheticLane:
     # -- evaluation ------------------------------------------------------------------------------------------------
 
     def prefill(self, tokens: Sequence[int], start: int) -> None:
-        self.pool.evaluate([Row(self, tokens, start)])
+        self._evaluate(tokens, start)
         self._mtp_logits = None
 
     def evaluate(self, token: int, position: int) -> Logits:
-        return self.pool.evaluate([Row(self, [token], position)])[0].logits
+        return self._evaluate([token], position).logits
 
     def mtp_logits(self) -> Logits | None:
         return self._mtp_logits
 
     def probe(self, token: int, position: int) -> Logits:
         began = time.monotonic()
-        self.check([token], position)
+        if error := self.refusal([token], position):
+            raise error
         value = self._advance([token], position)
         logits = self._logits(self._folded(value))
         self.pool.work("decode", 1, began)
         return logits
 
+    def _evaluate(self, tokens: Sequence[int], start: int) -> Output:
+        (answer,) = self.pool.evaluate([Row(self, tokens, start)])
+        if isinstance(answer, EngineError):
+            raise answer
+        return answer
+
     def append(self, tokens: Sequence[int], start: int) -> Output:
-        """The pool's: evaluate tokens that `check` has passed."""
+        """The pool's: evaluate tokens that were not refused."""
         values = self._advance(tokens, start)
         end = start + len(tokens)
         self._remember((start, end), values)
@@ -292,25 +300,27 @@ class SyntheticLane:
         self._prefix[tokens[0] + 1 : tokens[1] + 1] = values
         self._reach = max(self._reach, tokens[1])
 
-    def check(self, tokens: Sequence[int], start: int) -> None:
+    def refusal(self, tokens: Sequence[int], start: int) -> EngineError | None:
+        """None if the whole state stands at `start` and the tokens may follow."""
         if not 0 < len(tokens) <= self._facts.chunk_tokens:
             most = self._facts.chunk_tokens
-            raise EngineError("chunk-size", f"a chunk has {len(tokens)} tokens, this lane takes 1 to {most}")
+            return EngineError("chunk-size", f"a chunk has {len(tokens)} tokens, this lane takes 1 to {most}")
         for component, valid in self._valid.items():
             if valid != start:
-                raise EngineError(
+                return EngineError(
                     "state-incomplete",
                     f"{component.label} is valid after {max(valid, 0)} tokens, position {start} needs {start}: "
                     "import or evaluate what is missing, or clear the lane",
                 )
         if start + len(tokens) > self._facts.n_ctx:
             total, most = start + len(tokens), self._facts.n_ctx
-            raise EngineError("context-full", f"{total} tokens do not fit a context of {most}")
+            return EngineError("context-full", f"{total} tokens do not fit a context of {most}")
         if not 0 <= min(tokens) <= max(tokens) < self._facts.n_vocab:
-            raise EngineError("token-range", f"a token is outside the vocabulary of {self._facts.n_vocab}")
+            return EngineError("token-range", f"a token is outside the vocabulary of {self._facts.n_vocab}")
+        return None
 
     def _advance(self, tokens: Sequence[int], start: int) -> Words:
-        """P(start + 1) ... of the tokens that follow, which `check` has passed."""
+        """P(start + 1) ... of the tokens that follow, which were not refused."""
         ids = np.array(tokens, dtype=np.uint64)
         positions = np.arange(start + 1, start + 1 + len(ids), dtype=np.uint64)
         values: Words = np.cumsum(_scramble(ids + (positions << np.uint64(32)))) + self._prefix[start]

@@ -10,15 +10,13 @@ from __future__ import annotations
 import selectors
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final
 
 from native.memory import NativeError
 from native.ring import Ring, RingHandle
 from native.slab import Slab, SlabHandle
 from zerocopy.handoff.errors import HandoffError
-from zerocopy.runtime.base import EngineError, Output, Pool, Row, Runtime
+from zerocopy.runtime.base import EngineError, Pool, Row, Runtime
 from zerocopy.worker import protocol as p
 from zerocopy.worker.decode_job import DecodeJob
 from zerocopy.worker.prefill_job import PrefillJob
@@ -29,6 +27,7 @@ from zerocopy.worker.tokenizing import Tokenizing
 IDLE_WAIT_S: Final = 1.0
 
 Job = PrefillJob | DecodeJob
+_FAILURES: Final = (EngineError, HandoffError, NativeError)  # they end a job, and no other
 
 
 class _Station:
@@ -54,17 +53,19 @@ class _Station:
     def batch(self) -> list[tuple[Job, Row]]:
         """What the next engine call evaluates: a token of every generation, then slices of prompts. None of those while
         a sequence waits for its first token: a chunk of another's prompt takes many times as long as that."""
-        wanted = {number: (job, row) for number, job in self.jobs.items() if (row := job.wanted()) is not None}
-        waiting = [
-            Waiting(number, arrived, len(row.tokens), job.remaining, job.whole_slices)
-            for arrived, (number, (job, row)) in enumerate(wanted.items())
-            if not job.decoding
-        ]
-        generating = [pair for pair in wanted.values() if pair[0].decoding]
-        if any(job.starting for job, _ in generating):
+        generating: list[tuple[Job, Row]] = []
+        prompts: list[tuple[Job, Row]] = []
+        for job in self.jobs.values():
+            row = job.wanted()
+            if row is not None:
+                (generating if job.decoding else prompts).append((job, row))
+        if not prompts or any(job.starting for job, _ in generating):
             return generating
-        for number, tokens in self.scheduler.slices(waiting, len(generating)):
-            job, row = wanted[number]
+        waiting = [
+            Waiting(at, at, len(row.tokens), job.remaining, job.whole_slices) for at, (job, row) in enumerate(prompts)
+        ]
+        for at, tokens in self.scheduler.slices(waiting, len(generating)):
+            job, row = prompts[at]
             generating.append((job, Row(row.lane, row.tokens[:tokens], row.start)))
         return generating
 
@@ -105,62 +106,66 @@ class Worker:
         """False when there is nothing to do until something arrives."""
         began = time.monotonic()
         evaluated = [self._evaluate(station) for station in self._stations.values()]
-        generating = any(station.generating for station in self._stations.values())
-        worked = self._copy(copy_seconds(time.monotonic() - began, generating=generating))
-        return worked or any(evaluated)
+        worked = self._copy(time.monotonic() - began)
+        return worked or True in evaluated
 
     def _evaluate(self, station: _Station) -> bool:
         batch = station.batch()
-        for job, row in batch:
-            with self._guard(station, job):
-                row.lane.check(row.tokens, row.start)
-        batch = [(job, row) for job, row in batch if not job.finished]
         if not batch:
             return False
         prompts = [row for job, row in batch if not job.decoding]
-        began, outputs = time.monotonic(), list[Output]()
-        with self._guard(station, *(job for job, _ in batch)):
-            outputs = station.pool.evaluate([row for _, row in batch])
-            if prompts:
-                station.scheduler.took(
-                    time.monotonic() - began,
-                    sum(len(row.tokens) for row in prompts),
-                    beside=len(batch) - len(prompts),
-                    beginning=[row.start for row in prompts] == [0],
-                )
+        began = time.monotonic()
+        try:
+            answers = station.pool.evaluate([row for _, row in batch])
+        except EngineError as error:
+            for job, _ in batch:
+                self._fail(station, job, error)
+            return True
+        if prompts:
+            station.scheduler.took(
+                time.monotonic() - began,
+                sum(len(row.tokens) for row in prompts),
+                beside=len(batch) - len(prompts),
+                beginning=[row.start for row in prompts] == [0],
+            )
         with self._sock.together():
-            for (job, row), output in zip(batch, outputs, strict=False):  # no outputs when the call failed
-                with self._guard(station, job):
-                    job.evaluated(len(row.tokens), output, began)
+            for (job, row), answer in zip(batch, answers, strict=True):
+                try:
+                    if isinstance(answer, EngineError):
+                        raise answer
+                    job.evaluated(len(row.tokens), answer, began)
+                except _FAILURES as error:
+                    self._fail(station, job, error)
         for job, _ in batch:
-            if isinstance(job, DecodeJob) and job.finished:
+            if job.finished and isinstance(job, DecodeJob):
                 job.lane.clear()  # its cells are in the next call's way; that the daemon lets go of it takes longer
         return True
 
-    def _copy(self, seconds: float) -> bool:
-        """Pages in and out, one of each job in turn, until nothing is left or the time is over. False only when every
-        job waits."""
-        ready = deque((station, job) for station in self._stations.values() for job in station.jobs.values())
+    def _copy(self, engine_s: float) -> bool:
+        """Pages in and out, one of each job in turn, until nothing is left or the time is over, after engine calls that
+        took `engine_s`. False only when every job waits."""
+        ready = deque(
+            (station, job) for station in self._stations.values() for job in station.jobs.values() if not job.decoding
+        )
+        if not ready:
+            return False
         ready.rotate(-self._turn)  # with time for few of them, each comes first now and then
         self._turn += 1
-        until, worked = time.monotonic() + seconds, False
+        generating = any(station.generating for station in self._stations.values())
+        until, worked = time.monotonic() + copy_seconds(engine_s, generating=generating), False
         while ready and time.monotonic() < until:
             station, job = ready.popleft()
-            with self._guard(station, job):
+            try:
                 if job.work():
                     worked = True
                     ready.append((station, job))
+            except _FAILURES as error:
+                self._fail(station, job, error)
         return worked or bool(ready)
 
-    @contextmanager
-    def _guard(self, station: _Station, *jobs: Job) -> Iterator[None]:
-        """What fails in here ends these jobs."""
-        try:
-            yield
-        except (EngineError, HandoffError, NativeError) as error:
-            for job in jobs:
-                station.drop(job)
-                self._sock.send(p.Failed(job.job, error.reason, str(error)))
+    def _fail(self, station: _Station, job: Job, error: EngineError | HandoffError | NativeError) -> None:
+        station.drop(job)
+        self._sock.send(p.Failed(job.job, error.reason, str(error)))
 
     # -- messages ------------------------------------------------------------------------------------------
 
@@ -228,8 +233,10 @@ class Worker:
         else:
             job = self._job(message, station.pool)
             station.add(job)
-            with self._guard(station, job):
+            try:
                 job.work()  # so that its first row is in the next engine call, not in the one after
+            except _FAILURES as error:
+                self._fail(station, job, error)
 
     def _job(self, message: p.Prefill | p.Generate, pool: Pool) -> Job:
         exporting = isinstance(message, p.Prefill)

@@ -52,10 +52,14 @@ class Sampler:
     def __init__(self, sampling: Sampling, prompt: Sequence[int] = ()) -> None:
         self._sampling = sampling
         self._rng = np.random.default_rng(sampling.seed)
+        penalties = sampling.repeat_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
+        self._adjusts = bool(sampling.logit_bias or penalties)
         self._generated: Counter[int] = Counter()
         self._seen = set(prompt) if sampling.repeat_penalty != 1 else set[int]()
 
     def choose(self, logits: NDArray[np.float32]) -> int:
+        if not self._adjusts:
+            return self._choose(logits)
         token = self._choose(self._adjusted(logits))
         self._generated[token] += 1
         self._seen.add(token)
@@ -64,8 +68,6 @@ class Sampler:
     def _adjusted(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """With bias and penalties; the engine's own row stays as it is."""
         s = self._sampling
-        if not s.logit_bias and s.repeat_penalty == 1 and not (s.presence_penalty or s.frequency_penalty):
-            return logits
         logits = logits.copy()
         for token, bias in s.logit_bias:
             if token < len(logits):

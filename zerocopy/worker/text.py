@@ -21,6 +21,8 @@ class TextStream:
     def feed(self, piece: bytes) -> str:
         if self.stopped:
             return ""
+        if not self._stop:
+            return self._decoder.decode(piece)
         self._held += self._decoder.decode(piece)
         if found := self._first_stop():
             self.stopped = True

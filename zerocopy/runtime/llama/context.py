@@ -69,8 +69,10 @@ class Context:
             raise library.failure("engine-context", f"the engine cannot make a context of {options.cells} tokens")
         self._memory = self._c.llama_get_memory(self.handle)
         self._n_vocab = self._c.llama_vocab_n_tokens(self._c.llama_model_get_vocab(model))
-        self._batch = self._c.llama_batch_init(options.batch_tokens, 0, 1)
         self._capacity = options.batch_tokens
+        self._batch = self._c.llama_batch_init(self._capacity, 0, 1)
+        self._batch.n_seq_id[0 : self._capacity] = [1] * self._capacity
+        self._sequences = [self._batch.seq_id[at] for at in range(self._capacity)]
         if options.batch_invariant:
             self._use_row_kernels()
         self._check_echo(options)
@@ -78,15 +80,16 @@ class Context:
     def decode(self, runs: Sequence[Run]) -> None:
         """Evaluate all runs in one engine call; logits are kept of the last token of each."""
         batch, at = self._batch, 0
-        assert 0 < sum(len(run.tokens) for run in runs) <= self._capacity
+        tokens, positions, wanted = batch.token, batch.pos, batch.logits
         for run in runs:
-            for i, token in enumerate(run.tokens):
-                batch.token[at] = token
-                batch.pos[at] = run.start + i
-                batch.n_seq_id[at] = 1
-                batch.seq_id[at][0] = run.sequence
-                batch.logits[at] = i == len(run.tokens) - 1
+            assert len(run.tokens) <= self._capacity - at
+            for position, token in enumerate(run.tokens, run.start):
+                tokens[at] = token
+                positions[at] = position
+                self._sequences[at][0] = run.sequence
+                wanted[at] = 0
                 at += 1
+            wanted[at - 1] = 1
         batch.n_tokens = at
         code = self._c.llama_decode(self.handle, batch)
         if code:
@@ -206,7 +209,7 @@ class Context:
             raise self._library.failure("engine-import", f"the engine took {read} of {len(blob)} bytes of state")
 
     def _row(self, pointer: Any, count: int) -> Logits:
-        if pointer == self._library.ffi.NULL:
+        if not pointer:
             raise self._library.failure("engine-decode", "the engine has no output for the last token")
         return np.frombuffer(self._library.ffi.buffer(pointer, 4 * count), dtype=np.float32)
 

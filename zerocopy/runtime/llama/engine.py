@@ -29,7 +29,7 @@ from zerocopy.runtime.llama.pool import LlamaPool
 from zerocopy.runtime.pages import PAGE_BYTES, page_tokens
 
 _CONTROL_TOKEN: Final = 1 | 8  # LLAMA_TOKEN_ATTR_UNKNOWN, LLAMA_TOKEN_ATTR_CONTROL: what `parse_special` is about
-_MAX_PIECE_BYTES: Final = 256
+_MAX_PIECE_BYTES: Final = 1 << 16  # as long as an entry of a GGUF vocabulary may reasonably be
 _MAX_CTX: Final = 1 << 22
 _MAX_PARTS: Final = 1024  # files of one model
 _MIN_CHUNK: Final = 4  # the engine aborts on batches smaller than its scratch sequences
@@ -71,6 +71,8 @@ class LlamaRuntime:
         try:
             context = _context_options(options)
             self._lane_model = measure(self._library, self._model, family, context)
+            self._pieces = self._all_pieces(self._lane_model.n_vocab)
+            self._ends = self._all_ends(self._lane_model.n_vocab)
             self.facts = self._facts(path, header, options)
             if any(_written(part) != then for part, then in before.items()):
                 raise EngineError(
@@ -111,15 +113,11 @@ class LlamaRuntime:
 
     def piece(self, token: int) -> bytes:
         self._check_token(token)
-        buffer = self._library.ffi.new("char[]", _MAX_PIECE_BYTES)
-        size = self._library.c.llama_token_to_piece(self._vocab, token, buffer, _MAX_PIECE_BYTES, 0, False)
-        if size < 0:
-            raise self._library.failure("piece", f"a token's text has {-size} bytes, more than {_MAX_PIECE_BYTES}")
-        return bytes(self._library.ffi.buffer(buffer, size))
+        return self._pieces[token]
 
     def is_end(self, token: int) -> bool:
         self._check_token(token)
-        return bool(self._library.c.llama_vocab_is_eog(self._vocab, token))
+        return token in self._ends
 
     def close(self) -> None:
         while self._pools:
@@ -161,6 +159,21 @@ class LlamaRuntime:
             longest_token=max(len(self._text(token)) for token in range(lane.n_vocab)),
             control_tokens=self._control_tokens(lane.n_vocab),
         )
+
+    def _all_pieces(self, n_vocab: int) -> list[bytes]:
+        """Of every token, once: asked of the engine between two of its calls, one costs 20 us of cold caches."""
+        buffer, pieces = self._library.ffi.new("char[]", _MAX_PIECE_BYTES), list[bytes]()
+        for token in range(n_vocab):
+            size = self._library.c.llama_token_to_piece(self._vocab, token, buffer, _MAX_PIECE_BYTES, 0, False)
+            if size < 0:
+                text = f"the text of token {token} has {-size} bytes, more than {_MAX_PIECE_BYTES}"
+                raise self._library.failure("piece", text)
+            pieces.append(self._library.ffi.buffer(buffer, size)[:])
+        return pieces
+
+    def _all_ends(self, n_vocab: int) -> frozenset[int]:
+        is_end = self._library.c.llama_vocab_is_eog
+        return frozenset(token for token in range(n_vocab) if is_end(self._vocab, token))
 
     def _control_tokens(self, n_vocab: int) -> tuple[str, ...]:
         attributes = self._library.c.llama_vocab_get_attr

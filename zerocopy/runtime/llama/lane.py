@@ -46,7 +46,7 @@ class OwningPool(Protocol):
     target: Context
     mtp: MtpFollower | None
 
-    def evaluate(self, rows: Sequence[Row]) -> list[Output]: ...
+    def evaluate(self, rows: Sequence[Row]) -> list[Output | EngineError]: ...
 
     def take_cells(self, count: int) -> None:
         """The engine is about to place so many tokens."""
@@ -103,7 +103,8 @@ class LlamaLane:
         return self._mtp_logits
 
     def probe(self, token: int, position: int) -> Logits:
-        self.check([token], position)
+        if error := self.refusal([token], position):
+            raise error
         self.pool.take_cells(1)
         self._target.copy(self.sequence, PROBE_SEQUENCE)
         try:
@@ -116,7 +117,10 @@ class LlamaLane:
 
     def _evaluate(self, tokens: Sequence[int], start: int) -> Output:
         self._mtp_logits = None
-        return self.pool.evaluate([Row(self, tokens, start)])[0]
+        (answer,) = self.pool.evaluate([Row(self, tokens, start)])
+        if isinstance(answer, EngineError):
+            raise answer
+        return answer
 
     def suspend(self) -> None:
         """The pool works on the state: until it is done, nothing is known."""
@@ -125,28 +129,28 @@ class LlamaLane:
     def end_evaluation(self, tokens: int) -> None:
         self._valid = dict.fromkeys(self._valid, tokens)
 
-    def check(self, tokens: Sequence[int], start: int) -> None:
-        """The whole state stands at `start`, by our books and by the engine's, and the tokens may follow."""
-        if not 0 < len(tokens) <= self._m.options.chunk_tokens:
-            raise EngineError(
-                "chunk-size", f"a chunk has {len(tokens)} tokens, this lane takes 1 to {self._m.options.chunk_tokens}"
+    def refusal(self, tokens: Sequence[int], start: int) -> EngineError | None:
+        """None if the whole state stands at `start`, by our books and by the engine's, and the tokens may follow."""
+        options = self._m.options
+        if not 0 < len(tokens) <= options.chunk_tokens:
+            return EngineError(
+                "chunk-size", f"a chunk has {len(tokens)} tokens, this lane takes 1 to {options.chunk_tokens}"
             )
         for component, valid in self._valid.items():
             if valid != start:
-                raise EngineError(
+                return EngineError(
                     "state-incomplete",
                     f"{component.label} is valid after {max(valid, 0)} tokens, position {start} needs {start}: "
                     "import or evaluate what is missing, or clear the lane",
                 )
         found = self.positions()
         if found.target != start - 1 or found.mtp not in (None, start - 1):
-            raise EngineError("position", f"the engine stands at {found}, evaluation at {start} needs {start - 1}")
-        if start + len(tokens) > self._m.options.n_ctx:
-            raise EngineError(
-                "context-full", f"{start + len(tokens)} tokens do not fit a context of {self._m.options.n_ctx}"
-            )
-        if not all(0 <= t < self._m.n_vocab for t in tokens):
-            raise EngineError("token-range", f"a token is outside the vocabulary of {self._m.n_vocab}")
+            return EngineError("position", f"the engine stands at {found}, evaluation at {start} needs {start - 1}")
+        if start + len(tokens) > options.n_ctx:
+            return EngineError("context-full", f"{start + len(tokens)} tokens do not fit a context of {options.n_ctx}")
+        if not 0 <= min(tokens) <= max(tokens) < self._m.n_vocab:
+            return EngineError("token-range", f"a token is outside the vocabulary of {self._m.n_vocab}")
+        return None
 
     # -- export ----------------------------------------------------------------------------------------------------
 

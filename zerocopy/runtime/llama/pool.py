@@ -46,8 +46,18 @@ class LlamaPool:
     def lane(self, number: int) -> LlamaLane:
         return self._lanes[number]
 
-    def evaluate(self, rows: Sequence[Row]) -> list[Output]:
+    def evaluate(self, rows: Sequence[Row]) -> list[Output | EngineError]:
         lanes = [self._own(row) for row in rows]
+        refused = [lane.refusal(row.tokens, row.start) for lane, row in zip(lanes, rows, strict=True)]
+        good = [n for n, error in enumerate(refused) if error is None]
+        outputs = self._evaluate([lanes[n] for n in good], [rows[n] for n in good]) if good else []
+        answers: list[Output | EngineError] = []
+        for error in refused:
+            answers.append(outputs.pop(0) if error is None else error)
+        return answers
+
+    def _evaluate(self, lanes: Sequence[LlamaLane], rows: Sequence[Row]) -> list[Output]:
+        """What the lanes have not refused. All of it was checked before the engine sees any."""
         given = [Run(lane.sequence, row.tokens, row.start) for lane, row in zip(lanes, rows, strict=True)]
         order = self._place(given)
         for lane in lanes:
@@ -61,7 +71,8 @@ class LlamaPool:
             raise
         if self.mtp:
             self.mtp.follow(runs)
-        outputs, at = dict[int, Output](), 0
+        outputs: dict[int, Output] = {}
+        at = 0
         for n, run in zip(order, runs, strict=True):
             at += len(run.tokens)
             lanes[n].end_evaluation(run.start + len(run.tokens))
@@ -100,12 +111,13 @@ class LlamaPool:
 
     def _hinder(self, tokens: int) -> bool:
         """Whether looking past the cells of ended sequences costs these tokens more than moving what the lanes hold."""
-        used = self._used()
-        held = sum(lane.cells for lane in used)
+        if self._taken <= _FEW_CELLS:
+            return False
+        held = sum([lane.cells for lane in self._lanes])
         ended = self._taken - held - self._ahead.reserved
         if ended <= _FEW_CELLS:
             return False
-        moved = held * self._cell_bytes + len(used) * self.model.schema.snapshot_bytes()
+        moved = held * self._cell_bytes + len(self._used()) * self.model.schema.snapshot_bytes()
         return ended * self._cell_bytes * tokens > moved * _MOVING
 
     def take_cells(self, count: int) -> None:
@@ -148,9 +160,7 @@ class LlamaPool:
         self.target.close()
 
     def _own(self, row: Row) -> LlamaLane:
-        """The row's lane, which takes the row: all is checked before the engine sees any of it."""
-        lane = next((lane for lane in self._lanes if lane is row.lane), None)
-        if lane is None:
-            raise EngineError("lane", "the lane belongs to another context")
-        lane.check(row.tokens, row.start)
-        return lane
+        for lane in self._lanes:
+            if lane is row.lane:
+                return lane
+        raise EngineError("lane", "the lane belongs to another context")
