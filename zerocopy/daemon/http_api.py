@@ -381,10 +381,14 @@ async def _relay(
         if (opening := answer.opening(index)) is not None:
             await stream.send(msgspec.json.encode(opening))
     finished, offsets = dict[int, Finished](), [0] * len(choices)  # tokens' characters: text may be held back
+    around = [answer.around_text(index) for index in range(len(choices))]
     async for index, event in events:
-        if isinstance(event, Delta) and (event.text or event.logprob):
+        if isinstance(event, Delta) and event.logprob:
             await stream.send(msgspec.json.encode(answer.piece(index, event.text, event.logprob, offsets[index])))
-            offsets[index] += len(shown(event.logprob.text)) if event.logprob else 0
+            offsets[index] += len(shown(event.logprob.text))
+        elif isinstance(event, Delta) and event.text:
+            before, after = around[index]
+            await stream.send(before + msgspec.json.encode(event.text) + after)
         elif isinstance(event, Finished):
             finished[index] = event
             await stream.send(msgspec.json.encode(answer.closing(index, event)))

@@ -48,6 +48,13 @@ class Answer:
         content: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
         return self._chunk(index, content, logprobs=self._logprobs([logprob] if logprob else [], offset))
 
+    def around_text(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the text in the JSON of a piece without logprobs: the same for all of a choice,
+        and most of what a token would cost to encode."""
+        key = b'"content":' if self._chat else b'"text":'  # no value can hold it: quotes in values are escaped
+        before, after = msgspec.json.encode(self.piece(index, "", None, 0)).split(key + b'""')
+        return before + key, after
+
     def closing(self, index: int, finished: Finished) -> dict[str, Any]:
         content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
         return self._chunk(index, content | self._tokens(finished), finished.reason) | _extras(finished)
