@@ -306,6 +306,46 @@ def test_a_released_job_is_forgotten_and_its_late_messages_are_dropped() -> None
     run(scenario())
 
 
+def test_a_job_gives_what_came_before_its_end_and_then_only_its_end() -> None:
+    async def scenario() -> None:
+        async with supervised(scripted("serve")) as host:
+            await host.up()
+            job = host.worker.open_job()
+            first, second = (p.TextDelta(job.number, text, 1) for text in ("a", "b"))
+            job.deliver(first)
+            job.deliver(second)
+            job.expire()
+            job.deliver(p.TextDelta(job.number, "too late", 1))
+            assert [await job.next(), await job.next()] == [first, second]
+            for _ in range(2):
+                with pytest.raises(TimeoutError):
+                    await job.next()
+            job.end(lost=True)
+            with pytest.raises(WorkerLost):
+                await job.next()
+            host.worker.forget(job)
+
+    run(scenario())
+
+
+def test_who_gives_up_waiting_for_a_message_costs_the_next_one_nothing() -> None:
+    async def scenario() -> None:
+        async with supervised(scripted("serve")) as host:
+            await host.up()
+            job = host.worker.open_job()
+            impatient = asyncio.create_task(job.next())
+            await asyncio.sleep(0)
+            impatient.cancel()
+            for text in ("a", "b"):  # the first while the one who waited has not run
+                job.deliver(p.TextDelta(job.number, text, 1))
+                assert await asyncio.wait_for(job.next(), 10) == p.TextDelta(job.number, text, 1)
+            with pytest.raises(asyncio.CancelledError):
+                await impatient
+            await job.release()
+
+    run(scenario())
+
+
 def test_a_worker_that_says_start_failed_is_not_started_again() -> None:
     async def scenario() -> None:
         async with supervised(scripted("start_failed")) as host:

@@ -15,6 +15,7 @@ import itertools
 import logging
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -48,23 +49,27 @@ class JobFailed(Exception):
 
 
 class Job:
-    """One unit of the worker's work. Iterate with `next`; always end with `release`."""
+    """One unit of the worker's work. Iterate with `next`, in one task at a time; always end with `release`."""
 
     def __init__(self, worker: WorkerProcess, number: int) -> None:
         self.number = number
         self._worker = worker
-        self._inbox: asyncio.Queue[p.ToDaemon | None] = asyncio.Queue()
+        self._inbox = deque[p.ToDaemon | None]()  # None: nothing comes any more
+        self._waiter: asyncio.Future[None] | None = None  # done when something is in the inbox
         self._dropped = asyncio.get_running_loop().create_future()
         self.lost = False
 
     async def next(self) -> p.ToDaemon:
         """The next message of this job. Raises JobFailed, WorkerLost, or TimeoutError once it has expired."""
-        message = await self._inbox.get()
+        while not self._inbox:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        message = self._inbox[0]
         if message is None:
-            self._inbox.put_nowait(None)
             if not self.lost:
                 raise TimeoutError
             raise WorkerLost("the worker process ended; it is being restarted")
+        self._inbox.popleft()
         if isinstance(message, p.Failed):
             raise JobFailed(message.reason, message.message)
         return message
@@ -81,18 +86,23 @@ class Job:
         if isinstance(message, p.Dropped):
             self.end(lost=False)
         else:
-            self._inbox.put_nowait(message)
+            self._put(message)
 
     def expire(self) -> None:
         """Nobody waits for more than what is here."""
-        self._inbox.put_nowait(None)
+        self._put(None)
 
     def end(self, *, lost: bool) -> None:
         if not self._dropped.done():
             self._dropped.set_result(None)
         self.lost = self.lost or lost
         if lost:
-            self._inbox.put_nowait(None)
+            self._put(None)
+
+    def _put(self, message: p.ToDaemon | None) -> None:
+        self._inbox.append(message)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class _Line(asyncio.Protocol):

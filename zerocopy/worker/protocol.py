@@ -285,16 +285,22 @@ class Frames:
 
     def feed(self, data: bytes) -> list[bytes]:
         """The bodies that are whole now. Raises ProtocolError for one that is too large."""
-        self._held += data
+        whole = not self._held  # mostly: then nothing is copied here but the bodies
+        if not whole:
+            self._held += data
+        source = data if whole else self._held
         bodies, at = list[bytes](), 0
-        while len(self._held) - at >= 4:
+        while len(source) - at >= 4:
             start = at + 4
-            end = start + frame_length(self._held[at:start])
-            if len(self._held) < end:
+            end = start + frame_length(source[at:start])
+            if len(source) < end:
                 break
-            bodies.append(bytes(self._held[start:end]))
+            bodies.append(bytes(source[start:end]))
             at = end
-        del self._held[:at]
+        if whole:
+            self._held += data[at:]
+        else:
+            del self._held[:at]
         return bodies
 
 
