@@ -17,6 +17,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
+from typing import Final
 
 from planner.placement import Decision, choose
 from transport.link import Link
@@ -46,6 +47,7 @@ from zerocopy.worker import protocol as p
 DEFAULT_MAX_TOKENS = 512
 # A new worker is up within seconds for small models; a client that waits this long finds it, or is told again.
 WORKER_RETRY_S = 2.0
+_ANSWER: Final = (p.TextDelta, p.Generated)
 
 
 class Generation:
@@ -100,7 +102,8 @@ class Generation:
             session, begun = make(), False
             held.clear()
             try:
-                async with contextlib.aclosing(session.run()) as events:
+                await session.begin()
+                async with contextlib.aclosing(session.events()) as events:
                     async for event in events:
                         if whole:
                             held.append(event)
@@ -250,7 +253,8 @@ class _Session:
         self.deadline = arrived + service.config.request_s
         self._first_token: float | None = None
 
-    async def run(self) -> AsyncGenerator[Event, None]:
+    async def begin(self) -> None:
+        """Returns when the worker has all it needs."""
         if self._placement == "disaggregated" and self._decision.prefiller is not None:
             self._ticket.group = self._decision.prefiller  # again, if this is a second session
             try:
@@ -262,9 +266,6 @@ class _Session:
         if self._placement == "local":
             self._job = self._service.worker.open_job()
             self._service.worker.send(self._worker_request(self._job))
-        async with contextlib.aclosing(self._events()) as events:
-            async for event in events:
-                yield event
 
     async def close(self) -> None:
         """Free whatever is held, at any stage."""
@@ -330,14 +331,14 @@ class _Session:
 
     # -- the tokens ----------------------------------------------------------------------------------------
 
-    async def _events(self) -> AsyncGenerator[Event, None]:
+    async def events(self) -> AsyncGenerator[Event, None]:
         assert self._job is not None
         # One timer for all tokens: one for each would cost as much as passing it on.
         timer = asyncio.get_running_loop().call_later(self.deadline - time.monotonic(), self._job.expire)
         try:
             while True:
                 message = await self._job.next()
-                if not isinstance(message, p.TextDelta | p.Generated):
+                if not isinstance(message, _ANSWER):
                     continue
                 if self._first_token is None:
                     self._first_token = time.monotonic()

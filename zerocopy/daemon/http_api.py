@@ -19,6 +19,7 @@ from typing import Any, Final, cast
 
 import msgspec
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_exceptions import HttpProcessingError
 
 from transport.address import from_socket, parse
@@ -317,9 +318,10 @@ async def _stream(
         "X-Accel-Buffering": "no",
     }
     response = web.StreamResponse(headers=headers | _placement_headers(started))
-    with _EventStream(request, response) as stream:
+    writer = await response.prepare(request)
+    assert writer is not None  # which it is of a response that has ended
+    with _EventStream(request, writer) as stream:
         try:
-            await response.prepare(request)
             await _relay(stream, answer, events, choices, with_usage)
         except RequestError as error:
             await stream.send_last(error)
@@ -335,9 +337,9 @@ class _EventStream:
     """Server-Sent Events to one client, which is cut off when one of them waits for it for `STALLED_S`. One timer
     watches all: one for each was a fifth of what a token cost the daemon."""
 
-    def __init__(self, request: web.Request, response: web.StreamResponse) -> None:
+    def __init__(self, request: web.Request, writer: AbstractStreamWriter) -> None:
         self._request = request
-        self._response = response
+        self._writer = writer
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None  # the event that waits was given to the client, by the loop's clock
 
@@ -350,7 +352,7 @@ class _EventStream:
 
     async def send(self, data: bytes) -> None:
         self._since = self._loop.time()
-        await self._response.write(b"data: " + data + b"\n\n")
+        await self._writer.write(b"data: " + data + b"\n\n")
         self._since = None
 
     async def send_last(self, error: RequestError) -> None:

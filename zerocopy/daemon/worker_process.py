@@ -17,6 +17,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -243,7 +244,7 @@ class WorkerProcess:
         ours, process = await self._spawn()
         self._process = process
         with ours.dup() as side:
-            line = _Line(lambda message: self._receive(message, side))
+            line = _Line(partial(self._receive, side))
             self._line, _ = await asyncio.get_running_loop().create_connection(lambda: line, sock=ours)
             try:
                 await line.closed
@@ -303,7 +304,7 @@ class WorkerProcess:
             raise
         log_event("worker process ended", pid=process.pid, exit_code=process.returncode or 0)
 
-    def _receive(self, message: p.ToDaemon, side: socket.socket) -> None:
+    def _receive(self, side: socket.socket, message: p.ToDaemon) -> None:
         match message:
             case p.Ready():
                 self._ready(message, side)
