@@ -86,7 +86,11 @@ class QuicEndpoint:
             sock.close()
             raise LinkError("cannot-listen", f"cannot listen on {where} (UDP): {error.strerror or error}") from error
         bound = from_socket(sock.getsockname())
-        await self._call(lambda engine: engine.add_socket(sock, accept=True))
+        try:
+            await self._call(lambda engine: engine.add_socket(sock, accept=True))
+        except LinkError:
+            sock.close()
+            raise
         return bound
 
     async def connect(self, peer: str, address: str) -> QuicLink:
@@ -150,7 +154,7 @@ class QuicEndpoint:
         return made.result()  # it may have ended already: then `opened` says why
 
     async def _call(self, command: Callable[[Engine], int]) -> int:
-        """The command's result, from the engine's thread. Raises what it raises."""
+        """The command's result, from the engine's thread. Raises what it raises, or LinkError once that has ended."""
         result: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
         def run() -> None:
@@ -160,7 +164,8 @@ class QuicEndpoint:
                 self.mailbox.post(_resolve, result, 0, error)
 
         engine = self.engine
-        engine.post(run)
+        if not engine.post(run):
+            raise LinkError("closed", "this host's QUIC endpoint has been closed: start another one")
         return await result
 
     # -- the loop: what the engine's thread reported

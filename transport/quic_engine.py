@@ -7,6 +7,7 @@ loops. Bounds: those of native/quic.h, and `max_links`.
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -85,12 +86,15 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="zc-quic", daemon=True)
         self._thread.start()
 
-    def post(self, command: Callable[[], None]) -> None:
-        """Have the engine's thread make this call, in order. After `stop`, nothing happens."""
+    def post(self, command: Callable[[], None]) -> bool:
+        """Have the engine's thread make this call, in order. False after `stop`: it will not be made."""
         with self._lock:
+            if self._stopping:
+                return False
             self._commands.append(command)
-            if len(self._commands) == 1 and not self._stopping:
+            if len(self._commands) == 1:
                 lib.quic_wake(self._endpoint)
+            return True
 
     def stop(self) -> None:
         """End every link and the thread; returns when both are gone. Not from the engine's thread."""
@@ -102,14 +106,21 @@ class Engine:
 
     def _run(self) -> None:
         while not self._stopping:
-            with self._lock:
-                commands, self._commands = self._commands, []
-            for command in commands:
-                command()
+            self._obey()
             lib.quic_run(self._endpoint)
+        self._obey()  # whoever posted them waits for what came of them
         lib.quic_free(self._endpoint)
         for sock in self._sockets:
             sock.close()
+
+    def _obey(self) -> None:
+        with self._lock:
+            commands, self._commands = self._commands, []
+        for command in commands:
+            try:
+                command()
+            except Exception:  # the other links live on
+                logging.getLogger(__name__).exception("a QUIC command failed by a bug")
 
     # -- commands: on the engine's thread
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("native._quic", reason="ngtcp2 is not installed")
 
 from tests.process_memory import occurrences, readable
+from transport.link import LinkError
 from transport.quic_engine import MAX_PAGES, Engine
 
 from .conftest import Run
@@ -54,6 +56,35 @@ def test_pages_that_never_had_their_turn_are_wiped(run: Run, tmp_path: Path, mon
             assert occurrences(marker * 2) < 0.01 * bytes_sent // 64
 
     run(work())
+
+
+def test_an_endpoint_that_was_closed_answers_instead_of_waiting_for_ever(run: Run, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with linked(tmp_path, "quic") as (a, _, _):
+            engine, obeyed = a.endpoint.engine, list[int]()
+            sent = [engine.post(partial(obeyed.append, i)) for i in range(100)]
+            await a.endpoint.close()
+            assert all(sent) and obeyed == list(range(100)), "what was posted in time was not done"
+            with pytest.raises(LinkError, match="has been closed") as error:
+                await asyncio.wait_for(a.endpoint.listen("127.0.0.1:0"), 10)
+            assert error.value.reason == "closed"
+            with pytest.raises(LinkError, match="has been closed"):
+                await asyncio.wait_for(a.endpoint.connect("b", "127.0.0.1:9"), 10)
+
+    run(work())
+
+
+def test_a_command_that_fails_by_a_bug_is_logged_and_the_links_live_on(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        async with linked(tmp_path, "quic") as (a, b, link):
+            a.endpoint.engine.post(lambda: 1 // 0)
+            await asyncio.wait_for(link.send_page(b"page", pattern(1000)), 10)
+            assert b.landings.payload(b"page") == pattern(1000)
+
+    run(work())
+    assert "ZeroDivisionError" in caplog.text
 
 
 def test_a_page_cancelled_before_it_began_never_appears(run: Run, tmp_path: Path) -> None:
