@@ -257,13 +257,18 @@ def test_a_client_that_reads_slowly_or_has_nothing_to_read_is_not_cut_off(
     run_on(check())
 
 
-def test_a_client_that_is_gone_when_its_stream_fails_is_no_bug(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("when", ["its stream begins", "its stream fails"])
+def test_a_client_that_is_gone_when_its_stream_begins_or_fails_is_no_bug(
+    caplog: pytest.LogCaptureFixture, when: str
+) -> None:
     async def check() -> None:
         transports = list[asyncio.Transport]()
 
         async def remember(request: web.Request, response: web.StreamResponse) -> None:
             assert request.transport is not None
             transports.append(request.transport)
+            if when == "its stream begins":
+                await leave()
 
         async def leave() -> None:
             transports[0].abort()  # in the tick in which the stream fails, before its task is cancelled

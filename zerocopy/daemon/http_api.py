@@ -318,7 +318,10 @@ async def _stream(
         "X-Accel-Buffering": "no",
     }
     response = web.StreamResponse(headers=headers | _placement_headers(started))
-    writer = await response.prepare(request)
+    try:
+        writer = await response.prepare(request)
+    except ConnectionError:
+        return response  # the client is gone: as below
     assert writer is not None  # which it is of a response that has ended
     with _EventStream(request, writer) as stream:
         try:
