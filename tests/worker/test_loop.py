@@ -22,7 +22,7 @@ from zerocopy.runtime.llama.pool import LlamaPool
 from zerocopy.worker import protocol as p
 from zerocopy.worker.loop import Worker
 from zerocopy.worker.sampling import Sampling
-from zerocopy.worker.scheduler import QUIET_COPY_S
+from zerocopy.worker.scheduler import QUIET_COPY_S, Scheduler
 
 EVERYTHING = "nemotron_h_moe+mtp"
 BOTH = frozenset({"prefill", "decode"})
@@ -274,6 +274,20 @@ def test_prompts_beside_those_who_generate_are_cut_to_what_takes_a_lone_chunks_t
     assert calls[0] == [chunk]
     both = [rows for rows in calls if len(rows) > 1]
     assert both[0] == [1, chunk - 1] and both[1] == [1, chunk // 4 - 1], both
+
+
+def test_a_chunk_that_its_lane_refused_says_nothing_of_the_engines_speed(
+    daemon: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that took no time it would cut everybody's prompts to the least there is."""
+    told, host = list[int](), daemon()
+    monkeypatch.setattr(Scheduler, "took", lambda self, seconds, tokens, **_: told.append(tokens))
+    chunk = host.runtime.facts.chunk_tokens
+    host.generate(1, [99_999] * (chunk + 1))
+    host.hear(p.Failed, 1)
+    host.generate(2, prompt(chunk + 1), max_tokens=1, lane=1)
+    host.hear(p.Generated, 2)
+    assert told == [chunk]
 
 
 def test_a_sequence_that_ended_leaves_the_engine_before_the_daemon_lets_go_of_it(daemon: Open) -> None:

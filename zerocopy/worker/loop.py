@@ -113,7 +113,6 @@ class Worker:
         batch = station.batch()
         if not batch:
             return False
-        prompts = [row for job, row in batch if not job.decoding]
         began = time.monotonic()
         try:
             answers = station.pool.evaluate([row for _, row in batch])
@@ -121,11 +120,14 @@ class Worker:
             for job, _ in batch:
                 self._fail(station, job, error)
             return True
+        took = time.monotonic() - began
+        evaluated = [pair for pair, answer in zip(batch, answers, strict=True) if not isinstance(answer, EngineError)]
+        prompts = [row for job, row in evaluated if not job.decoding]
         if prompts:
             station.scheduler.took(
-                time.monotonic() - began,
+                took,
                 sum(len(row.tokens) for row in prompts),
-                beside=len(batch) - len(prompts),
+                beside=len(evaluated) - len(prompts),
                 beginning=[row.start for row in prompts] == [0],
             )
         with self._sock.together():

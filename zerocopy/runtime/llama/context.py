@@ -82,7 +82,7 @@ class Context:
         batch, at = self._batch, 0
         tokens, positions, wanted = batch.token, batch.pos, batch.logits
         for run in runs:
-            assert len(run.tokens) <= self._capacity - at
+            assert 0 < len(run.tokens) <= self._capacity - at
             for position, token in enumerate(run.tokens, run.start):
                 tokens[at] = token
                 positions[at] = position

@@ -50,11 +50,8 @@ class LlamaPool:
         lanes = [self._own(row) for row in rows]
         refused = [lane.refusal(row.tokens, row.start) for lane, row in zip(lanes, rows, strict=True)]
         good = [n for n, error in enumerate(refused) if error is None]
-        outputs = self._evaluate([lanes[n] for n in good], [rows[n] for n in good]) if good else []
-        answers: list[Output | EngineError] = []
-        for error in refused:
-            answers.append(outputs.pop(0) if error is None else error)
-        return answers
+        outputs = iter(self._evaluate([lanes[n] for n in good], [rows[n] for n in good]) if good else [])
+        return [next(outputs) if error is None else error for error in refused]
 
     def _evaluate(self, lanes: Sequence[LlamaLane], rows: Sequence[Row]) -> list[Output]:
         """What the lanes have not refused. All of it was checked before the engine sees any."""
