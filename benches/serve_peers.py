@@ -7,8 +7,8 @@ that begin with each in turn.
 Prompts alone give the prefill rate, answers to short prompts the decode rate, both together first-token times and gaps.
 Rates and first-token times are medians of the rounds; the gaps of all rounds are one sample, of which p99 is taken.
 Rounds go on until each server has `--gaps` of them: a p99 of fewer than a hundred is their largest, that of 500 has
-five above it; and three at least, for the median of two is the worse one. A round takes 15, 45 and 90 s at concurrency
-1, 4 and 8 on two cores, and 11, 3 and 3 of them are needed.
+five above it; and five at least, for rates of single rounds differ by a tenth and more. A round takes 15, 45 and 90 s
+at concurrency 1, 4 and 8 on two cores, and 11, 5 and 5 of them are needed.
 Owns the servers' processes and a folder for their keys.
 """
 
@@ -36,7 +36,7 @@ PROMPT: Final = 384
 OUTPUT: Final = 48
 WORDS: Final = 40_000  # below SmolLM2's vocabulary
 N_CTX: Final = 1024
-ROUNDS: Final = 3  # at least
+ROUNDS: Final = 5  # at least
 DECODES: Final = 4  # a round
 PEER_NAME: Final = "llama-server"
 RATES: Final = ("prefill_tokens_per_s", "decode_tokens_per_s", "answer_tokens_per_s")

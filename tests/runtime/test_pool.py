@@ -4,16 +4,20 @@ none leaves anything in another (Q1, G6)."""
 from __future__ import annotations
 
 import random
+import secrets
 
 import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.process_memory import occurrences, readable
 from tests.runtime.conftest import TINY, OpenRuntime
 from tests.runtime.handover import KEY, Refusing, bits, export_state, greedy, import_state, prefill, prompt, same
+from zerocopy.handoff.components import Component
 from zerocopy.runtime import models
 from zerocopy.runtime.base import EngineError, Output, Row
+from zerocopy.runtime.llama import blob
 from zerocopy.runtime.llama import lane as lane_module
 from zerocopy.runtime.llama.context import FIRST_LIVE_SEQUENCE, PROBE_SEQUENCE, Run
 from zerocopy.runtime.llama.engine import LlamaOptions, LlamaRuntime
@@ -294,6 +298,35 @@ def test_cells_of_ended_sequences_are_gone_where_a_call_would_look_past_too_many
     assert pool.target.last_position(ENDED) == -1
     prefill(lone, runtime.facts, given)
     assert lane.state_digests(KEY) == lone.state_digests(KEY)
+
+
+@readable
+@pytest.mark.parametrize("flash_attention", [True, False])
+@pytest.mark.parametrize("held", [40, 0])
+def test_what_ended_sequences_left_is_wiped_and_not_the_whole_cache(
+    flash_attention: bool, held: int, open_runtime: OpenRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """X6, by looking: with a long cache, overwriting all of it after every answer takes longer than an engine call."""
+    runtime = open_runtime("llama", roomy(flash_attention=flash_attention))
+    pool, marker = runtime.open_pool(), secrets.token_bytes(32)
+    spec = runtime.facts.schema.spec(Component.ATTENTION_KV)
+    assert spec is not None
+    lanes = [filled(pool, runtime, 0, 40) if held else pool.lane(0), pool.lane(1)]
+    for start in (0, 150):
+        page = memoryview(bytearray(spec.page_bytes((0, spec.layers), (0, 150))))
+        np.frombuffer(page, dtype="V32", count=len(page) // 32)[:] = np.void(marker)
+        blob.write_blank_page(page, pool.model.geometries[Component.ATTENTION_KV], (start, start + 150))
+        lanes[1].import_page(Component.ATTENTION_KV, (start, start + 150), page)
+        page[:] = bytes(len(page))
+    before = lanes[0].state_digests(KEY)
+    assert occurrences(marker * 2) > 9
+    clear, calls = pool.target.clear, list[dict[str, bool]]()
+    monkeypatch.setattr(pool.target, "clear", lambda **how: calls.append(how) or clear(**how))
+    lanes[1].clear()
+    assert calls == [{"cells": False}]
+    assert occurrences(marker * 2) <= 2  # what is looked for, itself
+    assert lanes[0].state_digests(KEY) == before
+    assert pool.target.last_position(ENDED) == -1
 
 
 def test_cells_of_an_ended_sequence_are_gone_at_once_where_the_others_hold_less(open_runtime: OpenRuntime) -> None:

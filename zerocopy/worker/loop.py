@@ -62,7 +62,8 @@ class _Station:
         if not prompts or any(job.starting for job, _ in generating):
             return generating
         waiting = [
-            Waiting(at, at, len(row.tokens), job.remaining, job.whole_slices) for at, (job, row) in enumerate(prompts)
+            Waiting(at, at, row.start, len(row.tokens), job.remaining, job.whole_slices)
+            for at, (job, row) in enumerate(prompts)
         ]
         for at, tokens in self.scheduler.slices(waiting, len(generating)):
             job, row = prompts[at]

@@ -63,6 +63,13 @@ class CellsAhead:
         """What is left of its stretch stays taken until all cells are wiped."""
         self._left.pop(sequence, None)
 
+    def wipe(self, count: int) -> None:
+        """Overwrite the first free cells, so many and some more up to a whole stretch. None are taken but by live
+        sequences."""
+        assert self.possible and self._geometry is not None
+        blob.write_blank_page(self._page, self._geometry, (_FIRST_BLANK, _FIRST_BLANK + AHEAD))
+        self._context.overwrite(self._page, -(-count // AHEAD))
+
     def clear(self) -> None:
         """All cells have been wiped."""
         self._left.clear()

@@ -127,6 +127,13 @@ class Context:
     def unblock(self, position: int) -> None:
         self._c.llama_memory_seq_rm(self._memory, _ENDED_SEQUENCE, position, position + 1)
 
+    def overwrite(self, page: memoryview, times: int) -> None:
+        """Write a checked page to the first free cells, again and again. They are free afterwards, and so are those of
+        all that were buried or blocked."""
+        for _ in range(times):
+            self.block(page)
+        self.drop(_ENDED_SEQUENCE)
+
     def last_position(self, sequence: int) -> int:
         return int(self._c.llama_memory_seq_pos_max(self._memory, sequence))
 
@@ -184,9 +191,9 @@ class Context:
         data = self._c.llama_perf_context(self.handle)
         return data.n_p_eval if data.t_p_eval_ms > 0 else 0, data.n_eval if data.t_eval_ms > 0 else 0
 
-    def clear(self) -> None:
-        """Drop every sequence, overwrite every cell, and the tokens of the last batch."""
-        self._c.llama_memory_clear(self._memory, True)
+    def clear(self, *, cells: bool = True) -> None:
+        """Drop every sequence, overwrite the tokens of the last batch and every cell, unless told to leave these."""
+        self._c.llama_memory_clear(self._memory, cells)
         size = self._capacity * self._library.ffi.sizeof("llama_token")
         self._library.ffi.memmove(self._batch.token, bytes(size), size)
 
