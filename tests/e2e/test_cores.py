@@ -35,8 +35,8 @@ def test_engine_threads_wait_as_the_cores_are_and_neighbours_are_warned(model_fi
             (spins,) = {line.split("'")[1] for line in log.splitlines() if "GOMP_SPINCOUNT" in line}
             seen[host.name] = (spins, WARNING in log and "--cores shared" in log)
     assert seen == {
-        "prefiller": ("3000", True),
-        "dialling": ("3000", True),
+        "prefiller": ("7000", True),
+        "dialling": ("7000", True),
         "told": ("400", False),
-        "alone": ("3000", False),
+        "alone": ("7000", False),
     }

@@ -124,7 +124,7 @@ def test_only_errors_are_kept_and_only_the_last_few() -> None:
     ("given", "shared", "spins"),
     [
         ({}, True, "400"),
-        ({}, False, "3000"),
+        ({}, False, "7000"),
         ({"OMP_WAIT_POLICY": "passive"}, False, "0"),
         ({"GOMP_SPINCOUNT": "7"}, True, "7"),
     ],

@@ -215,11 +215,12 @@ class Library:
 
 def thread_settings(given: Mapping[str, str], *, shared_cores: bool) -> dict[str, str]:
     """How long the engine's threads look for each other, at some thousand barriers a token, before they sleep: nothing
-    where the user has said. 75 us here, and 10 us on cores that others compute on, too: there a thread that looks keeps
-    the one it waits for from running. OpenMP's own default is milliseconds."""
+    where the user has said. 175 us here, which is longer than most pauses between two calls, and 10 us on cores that
+    others compute on, too: there a thread that looks keeps the one it waits for from running. OpenMP's own default is
+    milliseconds."""
     if "OMP_WAIT_POLICY" in given or "GOMP_SPINCOUNT" in given:
         return {}
-    return {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "400" if shared_cores else "3000"}
+    return {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "400" if shared_cores else "7000"}
 
 
 def open_library(*, shared_cores: bool = False) -> Library:
