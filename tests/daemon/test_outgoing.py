@@ -23,6 +23,7 @@ from zerocopy.handoff.messages import (
     Prefill,
     Reject,
     Reserve,
+    decode,
     pack_tokens,
 )
 from zerocopy.worker import protocol as p
@@ -348,6 +349,55 @@ def test_a_prompt_that_cannot_be_served_is_refused_with_the_reason(
             stage.ask()
             await until(lambda: stage.aborts() == ["queue-full"])
             await until(stage.host.nothing_held)
+
+    run(scenario())
+
+
+class Another:
+    """A link of a second decoder that only hears."""
+
+    peer, transport = "another", "tcp"
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def send(self, message: bytes) -> None:
+        self.heard.append(decode(message))
+
+
+def test_one_peer_does_not_fill_the_queue_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Q2, H5: it had every place, and others' prompts were refused until its own were done."""
+    monkeypatch.setattr(module, "MAX_QUEUED", 6)
+
+    async def scenario() -> None:
+        async with staged(tmp_path) as stage:
+            first = [stage.ask() for _ in range(3)]
+            await until(lambda: stage.host.service.running == 3)
+            refused = stage.ask()
+            await until(lambda: stage.aborts() == ["queue-full"])
+            assert "3 prompts" in stage.decoder.all(Abort)[-1].message
+
+            another, outcomes = Another(), list[int]()
+            for number in range(3):
+                request = Prefill(
+                    handoff_id=bytes([number]) * 16,
+                    identity=FACTS.identity,
+                    prompt=pack_tokens(PROMPT),
+                    tenant="",
+                    queue_deadline_s=20.0,
+                )
+                stage.host.service.prefill(another, request)  # type: ignore[arg-type]
+                outcomes.append(stage.host.service.running)
+            assert outcomes == [4, 5, 5], "two of the three places that were left: the last is for a third peer"
+            assert [m.reason for m in another.heard if isinstance(m, Abort)] == ["queue-full"]
+
+            stage.host.service.link_lost(another, "gone")  # type: ignore[arg-type]
+            for each in first:
+                stage.decoder.say(Abort(handoff_id=each, epoch=0, reason="cancelled", message=""))
+            await until(stage.host.nothing_held)
+            stage.ask()
+            await stage.reserved()
+            assert stage.aborts() == [] and refused != stage.id
 
     run(scenario())
 

@@ -32,8 +32,9 @@ from zerocopy.runtime.base import EngineError, EngineFacts
 from zerocopy.runtime.pages import fitted, longest, paged
 from zerocopy.worker import protocol as p
 
-# A peer may queue this many prompts here before it is refused: the queue deadline bounds time, this bounds memory.
-MAX_QUEUED: Final = 256
+# Prompts that may be here: the queue deadline bounds time, this bounds memory. A peer may have as many as there are
+# places left, so half of them alone (a decoder's own queue by default) and a third beside another: never all of them.
+MAX_QUEUED: Final = 512
 # Pages given to the link and not yet with the peer: more would only lengthen the link's queue, which has a bound.
 MAX_SENDING: Final = 1024
 # The link sends pages in the order they come, so what one handoff has given it is what another's next page waits for:
@@ -308,8 +309,9 @@ class OutgoingService:
         self._seen.use(prefill.handoff_id)
         if self.worker.facts is None:
             self.refuse(link, prefill, "engine-down", f"the prefiller cannot serve now: {self.worker.reason}")
-        elif len(self._handoffs) >= MAX_QUEUED:
-            self.refuse(link, prefill, "queue-full", f"the prefiller has {MAX_QUEUED} prompts queued")
+        elif self._has_its_places(link.peer):
+            sentence = f"the prefiller has {self.running} prompts queued and keeps as many places free as one peer has"
+            self.refuse(link, prefill, "queue-full", sentence)
         elif prefill.tokens > self.worker.facts.n_ctx:
             have, want = self.worker.facts.n_ctx, prefill.tokens
             sentence = f"the prefiller holds {have} tokens, the prompt has {want}: start it with a larger --n-ctx"
@@ -321,6 +323,10 @@ class OutgoingService:
                 self.refuse(link, prefill, error.reason, f"the decoder's rings are too small: {error}")
             else:
                 self._queue(link, prefill, facts)
+
+    def _has_its_places(self, peer: str) -> bool:
+        mine = sum(handoff.link.peer == peer for handoff in self._handoffs.values())
+        return mine >= MAX_QUEUED - self.running
 
     def _queue(self, link: Link, prefill: Prefill, facts: EngineFacts) -> None:
         self.lanes.open(min(facts.exporting_lanes, self.memory.leases("export")), facts.kv_tokens)

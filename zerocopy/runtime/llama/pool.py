@@ -22,6 +22,9 @@ from zerocopy.runtime.llama.mtp import MtpFollower
 
 # Attention looks at every cell that was given out; fewer than these of ended sequences are not worth an engine call.
 _FEW_CELLS: Final = 256
+# Overwriting all of a large cache takes longer than an engine call (12 ms for 188 MB), overwriting some of it three
+# times as long a cell.
+_FEW_GIVEN: Final = 0.25
 # Moving a cell takes as long as so many tokens' looking past one: SmolLM2 on two cores 22 us and 0.27 us.
 _MOVING: Final = 80
 
@@ -131,8 +134,8 @@ class LlamaPool:
         """Put what these lanes hold into the first cells and wipe all others; nothing is known of lanes for which that
         fails."""
         saved = [Saved() for _ in lanes]
-        # Overwriting each cell of a large cache takes longer than an engine call: 12 ms for 188 MB.
-        given = self._taken if self._only_attention and 2 * self._taken <= self.model.options.cells else None
+        few = self._only_attention and self._taken <= _FEW_GIVEN * self.model.options.cells
+        given = self._taken if few else None
         try:
             for lane, state in zip(lanes, saved, strict=True):
                 lane.save(state)
