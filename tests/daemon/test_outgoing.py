@@ -373,7 +373,7 @@ def test_one_peer_does_not_fill_the_queue_for_the_others(tmp_path: Path, monkeyp
         async with staged(tmp_path) as stage:
             first = [stage.ask() for _ in range(3)]
             await until(lambda: stage.host.service.running == 3)
-            refused = stage.ask()
+            stage.ask()
             await until(lambda: stage.aborts() == ["queue-full"])
             assert "3 prompts" in stage.decoder.all(Abort)[-1].message
 
@@ -397,7 +397,7 @@ def test_one_peer_does_not_fill_the_queue_for_the_others(tmp_path: Path, monkeyp
             await until(stage.host.nothing_held)
             stage.ask()
             await stage.reserved()
-            assert stage.aborts() == [] and refused != stage.id
+            assert stage.aborts() == []
 
     run(scenario())
 
